@@ -1,0 +1,163 @@
+"""Hypothesis strategies for keyed event-time data, its cuts and its disorder.
+
+`hypothesis` is imported when a strategy is asked for, so it is needed by tests only. All times are
+microseconds in whole milliseconds. Everything shrinks towards little: fewer elements, one key,
+value 0, time 0, one cut, data in order, all of it in one bundle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from beam_ckpt.testing.streams import Advance, Arrive, Element, StreamPlan
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import DrawFn, SearchStrategy
+
+__all__ = [
+    "cut_histories",
+    "cuts",
+    "data_sets",
+    "intervals",
+    "key_group_counts",
+    "keys",
+    "stream_plans",
+    "times",
+]
+
+_MS = 1_000
+_SECOND = 1_000_000
+
+DataSet = tuple[tuple[int, str, int], ...]
+"""Elements as (event time in microseconds, key, value), in no order."""
+
+
+def keys() -> SearchStrategy[str]:
+    """Keys from a small alphabet, so that most have several elements; some unusual ones."""
+    from hypothesis import strategies as st
+
+    return st.sampled_from(
+        ["a", "b", "c", "", "ä", "a\u0308", "\u0000", "🚕", "a/b", "..", "\u202e%41", "k" * 200]
+    )
+
+
+def times(low_s: int = -120, high_s: int = 400) -> SearchStrategy[int]:
+    """Moments in [low_s, high_s] seconds: on full tens of seconds (often equal), or to the ms."""
+    from hypothesis import strategies as st
+
+    coarse = st.integers(low_s // 10, high_s // 10).map(lambda n: n * 10 * _SECOND)
+    fine = st.integers(low_s * 1_000, high_s * 1_000).map(lambda n: n * _MS)
+    beside = st.builds(lambda at, by: at + by * _MS, coarse, st.sampled_from([1, -1]))
+    return st.one_of(coarse, fine, beside)
+
+
+def data_sets(
+    *, min_size: int = 0, max_size: int = 40, at: SearchStrategy[int] | None = None
+) -> SearchStrategy[DataSet]:
+    """Data sets of unordered elements with ties in time, equal keys and equal elements.
+
+    Args:
+        min_size: The least number of elements.
+        max_size: The greatest number of elements.
+        at: Where times come from; `times()` by default.
+    """
+    from hypothesis import strategies as st
+
+    element = st.tuples(at if at is not None else times(), keys(), st.integers(0, 12))
+    return st.lists(element, min_size=min_size, max_size=max_size).map(tuple)
+
+
+def cuts(*, max_cuts: int = 5, aligned_to: Sequence[int] = ()) -> SearchStrategy[tuple[int, ...]]:
+    """One to `max_cuts` ascending boundaries.
+
+    Args:
+        max_cuts: The greatest number of cuts.
+        aligned_to: Moments (of elements, say) on, just before and just after which cuts fall too.
+    """
+    from hypothesis import strategies as st
+
+    choices = [
+        times(),
+        st.sampled_from([-10_000 * _SECOND, 10_000 * _SECOND]),  # before and beyond all data
+    ]
+    if aligned_to:
+        moments = st.sampled_from(sorted({moment // _MS * _MS for moment in aligned_to}))
+        choices.append(st.builds(lambda m, by: m + by, moments, st.sampled_from([0, _MS, -_MS])))
+    return st.lists(st.one_of(choices), min_size=1, max_size=max_cuts, unique=True).map(
+        lambda chosen: tuple(sorted(chosen))
+    )
+
+
+def cut_histories(
+    *, max_size: int = 40, max_cuts: int = 5
+) -> SearchStrategy[tuple[DataSet, tuple[int, ...]]]:
+    """A data set and the cuts of its history; some cuts fall exactly on elements."""
+    return data_sets(max_size=max_size).flatmap(lambda data: _with_cuts(data, max_cuts))
+
+
+def _with_cuts(data: DataSet, max_cuts: int) -> SearchStrategy[tuple[DataSet, tuple[int, ...]]]:
+    from hypothesis import strategies as st
+
+    moments = [timestamp for timestamp, _, _ in data]
+    return st.tuples(st.just(data), cuts(max_cuts=max_cuts, aligned_to=moments))
+
+
+def intervals() -> SearchStrategy[int | None]:
+    """Checkpoint intervals in microseconds, some that divide nothing; None: once, at the end."""
+    from hypothesis import strategies as st
+
+    seconds = [None, 50, 10, 60, 100, 7, 3_600]
+    return st.sampled_from([s if s is None else s * _SECOND for s in seconds] + [12_345 * _MS])
+
+
+def key_group_counts() -> SearchStrategy[int]:
+    """One key group; a few that divide nothing; the default."""
+    from hypothesis import strategies as st
+
+    return st.sampled_from([1, 7, 128])
+
+
+def stream_plans(
+    data: Sequence[Element], *, max_displacement_s: int = 60, max_chunk: int = 12
+) -> SearchStrategy[StreamPlan]:
+    """Orders of arrival of `data`: out of order within bounds, in bundles, with watermarks.
+
+    The watermark is always in whole milliseconds and at least 1 ms below every element still to
+    come; it may lag behind, stand still and jump.
+
+    Args:
+        data: The elements, in any order.
+        max_displacement_s: How many seconds an element may come after one that is younger.
+        max_chunk: The greatest number of elements that arrive together.
+    """
+    from hypothesis import strategies as st
+
+    @st.composite
+    def plan(draw: DrawFn) -> StreamPlan:
+        # Few distinct delays say as much as many, and leave Hypothesis less to shrink.
+        delay = st.integers(0, max_displacement_s).map(lambda s: s * _SECOND)
+        ordered = sorted(data, key=lambda e: (e[0], repr(e)))
+        delays = [draw(delay) for _ in ordered]
+        arriving = [e for _, e in sorted(zip(delays, ordered, strict=True), key=_arrival)]
+        steps: list[Arrive | Advance] = []
+        watermark: int | None = None
+        at = 0
+        while at < len(arriving):
+            size = max_chunk - draw(st.integers(0, max_chunk - 1))
+            steps.append(Arrive(tuple(arriving[at : at + size])))
+            at += size
+            if at < len(arriving) and draw(st.booleans()):
+                lag = draw(st.sampled_from([1, 2, 1_000, 30_000]))
+                bound = min(e[0] for e in arriving[at:]) // _MS * _MS - lag * _MS
+                if watermark is None or bound > watermark:
+                    watermark = bound
+                    steps.append(Advance(bound))
+        return StreamPlan(tuple(steps))
+
+    return plan()
+
+
+def _arrival(delayed: tuple[int, Element]) -> tuple[int, int]:
+    delay, element = delayed
+    return element[0] + delay, element[0]
