@@ -1,0 +1,569 @@
+"""The format of a checkpoint: its manifest and the small records around it.
+
+Everything here is data: pydantic models (frozen, no unknown fields), their canonical JSON, and
+a bounded, strict way back from bytes. The fields of `CheckpointManifest` are those of
+LaminarDB's `CheckpointManifestV2` and this library's own.
+
+Times are integers: wall clock in milliseconds since the epoch, event time (`watermark`,
+`boundary`) in microseconds, where `None` means the drained end of a bounded input.
+
+Example:
+    >>> m = CheckpointManifest(checkpoint_id=new_checkpoint_id(), id=1, epoch=1, timestamp_ms=1)
+    >>> CheckpointManifest.from_json(m.to_json(), where="memory") == m
+    True
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import os
+import threading
+import time
+import uuid
+from typing import Annotated, Literal, NoReturn, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from beam_ckpt.errors import (
+    CheckpointTooLargeError,
+    InvalidCheckpointError,
+    UnsupportedFormatError,
+)
+from beam_ckpt.keygroups import MAX_KEY_GROUPS
+
+__all__ = [
+    "FORMAT_VERSION",
+    "CellSpec",
+    "CheckpointManifest",
+    "FinalMarker",
+    "OperatorSnapshotEntry",
+    "OperatorSpec",
+    "PartitionSnapshotEntry",
+    "PipelineIdentity",
+    "RunIdentity",
+    "SidecarEntry",
+    "SourceOffsetEntry",
+    "new_checkpoint_id",
+]
+
+FORMAT_VERSION = 2
+"""The format version this library writes. It reads every version released so far (2)."""
+
+MAX_MANIFEST_BYTES = 16 * 1024 * 1024
+MAX_RECORD_BYTES = 1024
+"""The pointer and every other small record."""
+MAX_INLINE_BYTES = 1024 * 1024
+MAX_INLINE_TOTAL_BYTES = 8 * 1024 * 1024
+
+_U64 = 2**64 - 1
+# A legal manifest of the greatest size holds fewer; more would cost memory to no purpose.
+_MAX_VALUES = 700_000
+_MAX_CONTAINERS = 300_000
+
+U64 = Annotated[int, Field(ge=0, le=_U64)]
+Id = Annotated[int, Field(ge=1, le=_U64)]
+Micros = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Uuid = Annotated[
+    str, Field(pattern=r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$")
+]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+RunId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}$")]
+Uid = Annotated[str, Field(min_length=1, max_length=256)]
+Crc32c = Annotated[int, Field(ge=0, le=2**32 - 1)]
+
+_uuid_lock = threading.Lock()
+_uuid_last = (0, 0)
+
+
+def new_checkpoint_id() -> str:
+    """Returns a new UUID v7 in its canonical spelling; later ones of this process sort after.
+
+    Across processes the order is that of the wall clocks, in milliseconds.
+    """
+    global _uuid_last
+    with _uuid_lock:
+        millis, count = time.time_ns() // 1_000_000, int.from_bytes(os.urandom(2), "big") >> 5
+        if millis <= _uuid_last[0]:  # same millisecond, or the clock went back
+            millis, count = _uuid_last[0], _uuid_last[1] + 1
+            if count > 0xFFF:
+                millis, count = millis + 1, 0
+        _uuid_last = (millis, count)
+    low = int.from_bytes(os.urandom(8), "big") >> 2
+    value = (millis & (2**48 - 1)) << 80 | 7 << 76 | count << 64 | 2 << 62 | low
+    return str(uuid.UUID(int=value))
+
+
+def uuid7_millis(text: str) -> int | None:
+    """Returns the wall-clock milliseconds in a UUID v7, or `None` when it is none."""
+    try:
+        value = uuid.UUID(text)
+    except ValueError:
+        return None
+    return value.int >> 80 if value.version == 7 else None
+
+
+def check_sidecar_path(path: str) -> str:
+    """Returns `path` when it can only name an object below `state/`.
+
+    Raises:
+        ValueError: It is absolute, climbs, or names anything else.
+    """
+    segments = path.split("/")
+    bad = (
+        len(path) > 1024
+        or "\\" in path
+        or any(ord(c) < 32 or ord(c) == 127 for c in path)
+        or any(s == "" or s.startswith(".") for s in segments)
+    )
+    if bad or segments[0] != "state" or len(segments) < 3:
+        raise ValueError(f"sidecar path {path[:200]!r} is not a plain relative path below state/")
+    return path
+
+
+class _Record(BaseModel):
+    """A frozen model with no unknown fields and no coercion."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    def to_json(self) -> bytes:
+        """Returns canonical JSON: the same value gives the same bytes."""
+        return json.dumps(
+            self.model_dump(mode="json"),
+            sort_keys=True,
+            separators=(",", ":"),
+            ensure_ascii=False,
+            allow_nan=False,
+        ).encode("utf-8")
+
+
+class SidecarEntry(_Record):
+    """One piece of keyed state: a file below `state/`, or bytes inline (small ones).
+
+    Attributes:
+        path: Relative to the root of the store (of the participant's tree).
+        inline: Base64 of the bytes; exactly one of the two is given.
+        kind: `full` holds every row of its key group, `delta` the rows touched since.
+        boundary: The cut it was taken at, event time in microseconds.
+        epoch: Of the checkpoint that listed it first; `None` until listed.
+        rows: One for each key and window.
+        size_bytes: Of the file, or of the decoded bytes.
+        crc32c: Of the same bytes.
+        sha256: Of the same bytes, 64 lowercase hex digits.
+    """
+
+    path: str | None = None
+    inline: str | None = None
+    kind: Literal["full", "delta"]
+    boundary: Micros | None = None
+    epoch: U64 | None = None
+    rows: U64 = 0
+    size_bytes: U64
+    crc32c: Crc32c
+    sha256: Sha256
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.path is None) == (self.inline is None):
+            raise ValueError("a sidecar is either a path or inline, not both and not neither")
+        if self.path is not None:
+            check_sidecar_path(self.path)
+        elif len(self.inline_bytes()) != self.size_bytes:
+            raise ValueError(
+                f"inline state holds {len(self.inline_bytes())} bytes, its entry says "
+                f"{self.size_bytes}"
+            )
+        elif self.size_bytes > MAX_INLINE_BYTES:
+            raise ValueError(
+                f"{self.size_bytes} bytes of inline state, {MAX_INLINE_BYTES} allowed: "
+                "write a sidecar file"
+            )
+        return self
+
+    def inline_bytes(self) -> bytes:
+        """Returns the decoded inline bytes; empty for an entry with a path.
+
+        Raises:
+            ValueError: Not canonical base64.
+        """
+        text = self.inline or ""
+        try:
+            data = base64.b64decode(text, validate=True)
+        except (binascii.Error, ValueError) as e:
+            raise ValueError(f"inline state is no base64: {e}") from None
+        if base64.b64encode(data).decode() != text:
+            raise ValueError("inline state is no canonical base64")
+        return data
+
+
+class PartitionSnapshotEntry(_Record):
+    """The state of one key group: what to read, oldest first.
+
+    Attributes:
+        partition_id: The key group.
+        sidecars: The newest full one (or its pages), then the deltas after it. Never empty: a
+            key group without state has no entry.
+    """
+
+    partition_id: Annotated[int, Field(ge=0, lt=MAX_KEY_GROUPS)]
+    sidecars: Annotated[tuple[SidecarEntry, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.sidecars[0].kind != "full":
+            raise ValueError(f"key group {self.partition_id} starts with a delta: its base is gone")
+        kinds = [s.kind for s in self.sidecars]
+        if kinds != sorted(kinds, reverse=True):  # "full" sorts after "delta"
+            raise ValueError(f"key group {self.partition_id} lists a full sidecar after a delta")
+        epochs = [s.epoch for s in self.sidecars if s.epoch is not None]
+        if epochs != sorted(epochs):
+            raise ValueError(f"key group {self.partition_id} does not list its sidecars by epoch")
+        return self
+
+
+class OperatorSnapshotEntry(_Record):
+    """The state of one operator.
+
+    Attributes:
+        partitions: Its non-empty key groups, ascending.
+        total_bytes: Sum of their sidecars' sizes; filled in when 0.
+    """
+
+    partitions: tuple[PartitionSnapshotEntry, ...] = ()
+    total_bytes: U64 = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        ids = [p.partition_id for p in self.partitions]
+        if ids != sorted(set(ids)):
+            raise ValueError("key groups are not ascending and unique")
+        total = sum(s.size_bytes for p in self.partitions for s in p.sidecars)
+        if total > _U64:
+            raise ValueError("the sizes of the sidecars overflow 64 bits")
+        if self.total_bytes == 0:
+            object.__setattr__(self, "total_bytes", total)
+        elif self.total_bytes != total:
+            raise ValueError(f"total_bytes is {self.total_bytes}, the sidecars hold {total}")
+        return self
+
+
+class SourceOffsetEntry(_Record):
+    """How far a source had been read.
+
+    Attributes:
+        source_type: Such as `kafka`, `file`, or the author's own.
+        offsets: By the source's own names.
+        epoch: Of the checkpoint.
+    """
+
+    source_type: Uid
+    offsets: dict[str, str] = {}
+    epoch: U64
+
+
+class RunIdentity(_Record):
+    """Who wrote: the generation is the fence token, ascending with every run of a store."""
+
+    generation: Id
+    run_id: RunId
+
+
+class CellSpec(_Record):
+    """A state cell: its kind (`read_modify_write`, `bag`, `set`, ...) and coder identity."""
+
+    kind: Uid
+    coder: str
+
+
+class OperatorSpec(_Record):
+    """An operator as the pipeline declared it; compared at restore."""
+
+    key_coder: str
+    window_coder: str
+    cells: dict[Uid, CellSpec]
+    time_sorted: bool = False
+
+
+class PipelineIdentity(_Record):
+    """The pipeline that wrote a checkpoint."""
+
+    operators: dict[Uid, OperatorSpec]
+    beam_version: str
+    python_version: str
+
+
+class CheckpointManifest(_Record):
+    """What a checkpoint consists of. Self-contained: no other manifest is needed to restore.
+
+    Attributes:
+        version: Of the format.
+        checkpoint_id: UUID v7, the identity that `parent_id` refers to.
+        epoch: Ascends with every finalized checkpoint, independent of `id`.
+        timestamp_ms: Wall clock.
+        operators: By uid.
+        source_offsets: By source name.
+        parent_id: The `checkpoint_id` before it: lineage only, may be pruned.
+        watermark: The cut in event time, microseconds; `None` at the drained end of the input.
+        total_size_bytes: Sum over the operators; filled in when 0.
+        id: Names the manifest; allocated ascending and never used twice.
+        durable_phase: `prepared` is inventory, `finalized` a recovery point. Stored as
+            `prepared` always; the `.final` marker decides it on load.
+        participant_id: The namespace it belongs to, 0 for the only one.
+        key_group_count: Of the run that wrote it.
+        deployment_id: Of the store; filled in by `save` when empty.
+        run: Who wrote it, for fencing.
+        pipeline: What wrote it.
+    """
+
+    version: Literal[2] = FORMAT_VERSION
+    checkpoint_id: Uuid
+    epoch: Id
+    timestamp_ms: Id
+    operators: dict[Uid, OperatorSnapshotEntry] = {}
+    source_offsets: dict[Uid, SourceOffsetEntry] = {}
+    parent_id: Uuid | None = None
+    watermark: Micros | None = None
+    total_size_bytes: U64 = 0
+    id: Id
+    durable_phase: Literal["prepared", "finalized"] = "prepared"
+    participant_id: U64 = 0
+    key_group_count: Annotated[int, Field(ge=1, le=MAX_KEY_GROUPS)] = 1
+    deployment_id: Annotated[
+        str, Field(pattern=r"^([0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})?$")
+    ] = ""
+    run: RunIdentity | None = None
+    pipeline: PipelineIdentity | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if uuid.UUID(self.checkpoint_id).version != 7:
+            raise ValueError(f"checkpoint_id {self.checkpoint_id} is no UUID v7")
+        if self.parent_id == self.checkpoint_id:
+            raise ValueError(f"checkpoint {self.checkpoint_id} is its own parent")
+        total, inline, seen = 0, 0, set[str]()
+        for uid, operator in self.operators.items():
+            total += operator.total_bytes
+            for partition in operator.partitions:
+                if partition.partition_id >= self.key_group_count:
+                    raise ValueError(
+                        f"operator {uid!r} lists key group {partition.partition_id} of "
+                        f"{self.key_group_count}"
+                    )
+                for sidecar in partition.sidecars:
+                    if sidecar.epoch is not None and sidecar.epoch > self.epoch:
+                        raise ValueError(
+                            f"operator {uid!r} lists a sidecar of epoch {sidecar.epoch} in a "
+                            f"checkpoint of epoch {self.epoch}"
+                        )
+                    if sidecar.path is None:
+                        inline += sidecar.size_bytes
+                    elif sidecar.path in seen:
+                        raise ValueError(f"sidecar {sidecar.path} is listed twice")
+                    else:
+                        seen.add(sidecar.path)
+        if total > _U64:
+            raise ValueError("the sizes of the operators overflow 64 bits")
+        if inline > MAX_INLINE_TOTAL_BYTES:
+            raise ValueError(
+                f"{inline} bytes of inline state in all, {MAX_INLINE_TOTAL_BYTES} allowed: "
+                "write sidecar files"
+            )
+        if self.total_size_bytes == 0:
+            object.__setattr__(self, "total_size_bytes", total)
+        elif self.total_size_bytes != total:
+            raise ValueError(
+                f"total_size_bytes is {self.total_size_bytes}, the operators hold {total}"
+            )
+        return self
+
+    @property
+    def boundary(self) -> int | None:
+        """The cut in event time, microseconds: the watermark under its other name."""
+        return self.watermark
+
+    def to_json(self) -> bytes:
+        """Returns the canonical JSON that is stored: always of the phase `prepared`.
+
+        Raises:
+            CheckpointTooLargeError: More than 16 MiB.
+        """
+        stored = self if self.durable_phase == "prepared" else self.with_phase("prepared")
+        data = super(CheckpointManifest, stored).to_json()
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise CheckpointTooLargeError(
+                f"the manifest of checkpoint {self.id} takes {len(data)} bytes, "
+                f"{MAX_MANIFEST_BYTES} allowed: use fewer key groups, or compact more often"
+            )
+        return data
+
+    @classmethod
+    def from_json(cls, data: bytes, *, where: str) -> CheckpointManifest:
+        """Reads a manifest from bytes that anybody may have written.
+
+        Args:
+            data: At most 16 MiB.
+            where: Names the object in errors.
+
+        Raises:
+            UnsupportedFormatError: Of a format version not known here.
+            InvalidCheckpointError: Not a manifest; says what was found.
+        """
+        return parse_record(cls, data, where=where, limit=MAX_MANIFEST_BYTES)
+
+    def with_phase(self, phase: Literal["prepared", "finalized"]) -> CheckpointManifest:
+        """Returns the same manifest in the given phase."""
+        return self.model_copy(update={"durable_phase": phase})
+
+    def sidecars(self) -> list[tuple[str, int, SidecarEntry]]:
+        """Returns all entries as (operator, key group, entry), in reading order."""
+        return [
+            (uid, partition.partition_id, sidecar)
+            for uid, operator in self.operators.items()
+            for partition in operator.partitions
+            for sidecar in partition.sidecars
+        ]
+
+    def sidecar_paths(self) -> set[str]:
+        """Returns the paths of the files that it lists."""
+        return {s.path for _, _, s in self.sidecars() if s.path is not None}
+
+
+class FinalMarker(_Record):
+    """`manifests/<id>.final`: the checkpoint is a recovery point.
+
+    It repeats what names a checkpoint whose manifest is damaged.
+    """
+
+    id: Id
+    checkpoint_id: Uuid
+    epoch: Id
+    watermark: Micros | None
+    manifest_sha256: Sha256
+
+    @classmethod
+    def of(cls, manifest: CheckpointManifest, stored: bytes) -> FinalMarker:
+        """Seals the manifest whose stored bytes are given."""
+        return cls(
+            id=manifest.id,
+            checkpoint_id=manifest.checkpoint_id,
+            epoch=manifest.epoch,
+            watermark=manifest.watermark,
+            manifest_sha256=sha256_hex(stored),
+        )
+
+
+class AbandonedMarker(_Record):
+    """`manifests/<id>.final` of a checkpoint that will never be finalized.
+
+    Whoever creates the `.final` object first decides: the committer, or the run or prune that
+    gave the attempt up.
+    """
+
+    id: Id
+    abandoned_by: Uid
+
+
+class Pointer(_Record):
+    """`latest.json`: a shortcut to the newest finalized checkpoint, verified before use."""
+
+    id: Id
+    checkpoint_id: Uuid
+    manifest_sha256: Sha256
+
+
+class Namespace(_Record):
+    """`namespace.json`: created once with the store."""
+
+    format: Literal[2] = FORMAT_VERSION
+    deployment_id: Uuid
+    key_group_count: Annotated[int, Field(ge=1, le=MAX_KEY_GROUPS)] | None = None
+    created_ms: U64
+
+
+class RunClaim(_Record):
+    """`runs/<generation>.json`: created once by the run that owns the store from then on."""
+
+    generation: Id
+    run_id: RunId
+    claimed_ms: U64
+    restored_from: Id | None = None
+
+
+class Tag(_Record):
+    """`tags/<name>.json`: a checkpoint that retention keeps."""
+
+    name: Uid
+    id: Id
+    checkpoint_id: Uuid
+
+
+def sha256_hex(data: bytes) -> str:
+    """Returns the SHA-256 as 64 lowercase hex digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+_R = TypeVar("_R", bound=_Record)
+
+
+def parse_record(cls: type[_R], data: bytes, *, where: str, limit: int = MAX_RECORD_BYTES) -> _R:
+    """Reads a record from bytes that anybody may have written, in bounded time and memory.
+
+    Raises:
+        UnsupportedFormatError: Of a format version not known here.
+        InvalidCheckpointError: Too large, no JSON, repeated keys, NaN, nested too deeply,
+            unknown, missing or ill-typed fields.
+    """
+    if len(data) > limit:
+        _refuse(where, f"{len(data)} bytes, {limit} allowed")
+    containers = data.count(b"[") + data.count(b"{")
+    if containers > _MAX_CONTAINERS or data.count(b",") > _MAX_VALUES:
+        _refuse(where, "more values than a record of this format can hold")
+    try:
+        text = data.decode("utf-8")
+        raw = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as e:
+        _refuse(where, f"no valid JSON: {str(e)[:300] or type(e).__name__}")
+    if not isinstance(raw, dict):
+        _refuse(where, f"a JSON {type(raw).__name__}, not an object")
+    for name in ("version", "format"):
+        found = raw.get(name)
+        if name in cls.model_fields and isinstance(found, int) and found != FORMAT_VERSION:
+            raise UnsupportedFormatError(
+                f"{where} is of format version {found}; this beam_ckpt reads version "
+                f"{FORMAT_VERSION}. "
+                + ("Upgrade beam_ckpt" if found > FORMAT_VERSION else "It was never released")
+            )
+    missing = [n for n in ("version", "format") if n in cls.model_fields and n not in raw]
+    if missing:
+        _refuse(where, f"no {missing[0]} field")
+    del raw
+    try:
+        return cls.model_validate_json(text)
+    except ValidationError as e:
+        issues = [
+            f"{'.'.join(map(str, err['loc'])) or 'record'}: {err['msg']}"
+            for err in e.errors(include_url=False, include_input=False, include_context=False)[:5]
+        ]
+        _refuse(where, "; ".join(issues)[:1000])
+
+
+def _refuse(where: str, found: str) -> NoReturn:
+    raise InvalidCheckpointError(
+        f"{where} is invalid: {found}. Run `beam-ckpt validate` for a report; a restore falls "
+        "back to an older checkpoint, or copy the object back from where it is whole"
+    )
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen = set[str]()
+        twice = next(n for n, _ in pairs if n in seen or seen.add(n))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice[:100]!r} is given twice")
+    return found
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
