@@ -54,14 +54,13 @@ from beam_ckpt.blobs._base import (
     crc32c,
 )
 from beam_ckpt.blobs._retry import Budget, take_number
+from beam_ckpt.blobs._settle import TOKEN, Holder, marks, settle
 from beam_ckpt.errors import CheckpointStorageError, StoreUrlError
 
 __all__ = ["GcsBlobs"]
 
 _log = logging.getLogger(__name__)
 
-_TOKEN = "beam-ckpt-write"
-_REPLACED = "beam-ckpt-replaced"
 _FIELDS = "name,size,generation,crc32c,storageClass,metadata"
 _PAGE = 1000
 _BATCH = 100  # the most that Google takes in one batch request
@@ -592,7 +591,7 @@ class GcsBlobs(Blobs):
 
     # Writes
 
-    def _multipart(self, key: str, data: bytes, token: str, expected: int | None) -> _Request:
+    def _multipart(self, key: str, data: bytes, token: str, expected: str | None) -> _Request:
         # The boundary is drawn anew, so that no payload can hold it.
         boundary = f"beam-ckpt-{secrets.token_hex(16)}"
         resource = self._resource(key, data, token, expected)
@@ -607,19 +606,19 @@ class GcsBlobs(Blobs):
             {
                 "uploadType": "multipart",
                 "fields": _FIELDS,
-                "ifGenerationMatch": None if expected is None else str(expected),
+                "ifGenerationMatch": None if expected is None else expected or "0",
             },
             {"Content-Type": f'multipart/related; boundary="{boundary}"'},
             (head.encode("utf-8"), data, f"\r\n--{boundary}--\r\n".encode("ascii")),
         )
 
     def _resource(
-        self, key: str, data: bytes, token: str, expected: int | None
+        self, key: str, data: bytes, token: str, expected: str | None
     ) -> dict[str, object]:
         return {
             "name": self._name(check_key(key)),
             "crc32c": _encode_crc(crc32c(data)),
-            "metadata": {_TOKEN: token, _REPLACED: "any" if expected is None else str(expected)},
+            "metadata": marks(token, expected),
         }
 
     def _stored(self, reply: _Reply, key: str, data: bytes) -> BlobMeta:
@@ -656,42 +655,36 @@ class GcsBlobs(Blobs):
             self._refuse(reply, self._where(key))
         return reply.json()
 
-    def _settle(
-        self, key: str, token: str, expected: int, in_doubt: bool, lost: type[Exception]
-    ) -> BlobMeta | None:
-        """Finds out by reading back who wrote what is there.
-
-        Args:
-            key: The object.
-            token: Of the write that is to be settled.
-            expected: The generation it was to replace; 0 for none.
-            in_doubt: An attempt may have landed without our knowing.
-            lost: What to raise when the write is known to have failed.
-
-        Returns:
-            Our object, or `None` when the name is free or the expected object still there: the
-            write has not happened, so far.
-        """
+    def _holder(self, key: str) -> tuple[Holder, BlobMeta] | None:
+        """Returns who holds the name, or `None` when it is free."""
         found = self._read_back(key)
         if found is None:
-            if in_doubt or expected == 0:
-                if expected:
-                    raise BlobIndeterminate(key)  # replaced by ours or not, it has been deleted
-                return None
-            raise lost(key)
-        meta = self._meta(found, self._where(key))
-        marks = found.get("metadata")
-        marks = marks if isinstance(marks, dict) else {}
-        if marks.get(_TOKEN) == token:
-            return meta
-        if meta.version == str(expected):
             return None
-        if in_doubt and marks.get(_REPLACED) != str(expected):
-            # Not the direct successor of what we expected: between the two, ours may have been.
-            raise BlobIndeterminate(key)
-        raise lost(key)
+        meta, held = self._meta(found, self._where(key)), found.get("metadata")
+        return Holder(meta.version, held if isinstance(held, dict) else {}), meta
 
-    def _write(self, key: str, data: bytes, expected: int, lost: type[Exception]) -> BlobMeta:
+    def _settle(
+        self, key: str, token: str, expected: str, in_doubt: bool, lost: type[Exception]
+    ) -> BlobMeta | None:
+        """Reads back and decides; see `beam_ckpt.blobs._settle.settle`.
+
+        Returns:
+            Our object, or `None` when the write has not happened, so far.
+
+        Raises:
+            BlobIndeterminate: It may have happened, and been overwritten since.
+            Exception: `lost`, when it has not happened and never will.
+        """
+        found = self._holder(key)
+        holder = found[0] if found is not None else None
+        verdict = settle(holder, token=token, expected=expected, in_doubt=in_doubt)
+        if verdict == "lost":
+            raise lost(key)
+        if verdict == "unknown":
+            raise BlobIndeterminate(key)
+        return found[1] if found is not None and verdict == "ours" else None
+
+    def _write(self, key: str, data: bytes, expected: str, lost: type[Exception]) -> BlobMeta:
         """Writes on condition, until it is known who won or time is up."""
         client, where = self._client(), self._where(key)
         token = secrets.token_hex(16)
@@ -709,21 +702,23 @@ class GcsBlobs(Blobs):
                     outcome = _Failure(
                         "the precondition failed, but holds now", may_have_happened=False
                     )
+                elif in_doubt:
+                    break
                 else:
                     self._refuse(outcome, where)
             in_doubt = in_doubt or outcome.may_have_happened
             _log.debug("write %s: %s", where, outcome.reason)
             if outcome.permanent or not budget.pause(outcome.wait):
                 break
-        if in_doubt:
-            try:
-                meta = self._settle(key, token, expected, True, lost)
-            except CheckpointStorageError as e:
-                raise BlobIndeterminate(key) from e
-            if meta is None:  # absent now, but a late attempt may still land
-                raise BlobIndeterminate(key)
-            return meta
-        self._gave_up(where, outcome, budget)
+        if not in_doubt and isinstance(outcome, _Failure):
+            self._gave_up(where, outcome, budget)
+        try:
+            meta = self._settle(key, token, expected, in_doubt, lost)
+        except CheckpointStorageError as e:
+            raise BlobIndeterminate(key) from e
+        if meta is None:  # absent now, but a late attempt may still land
+            raise BlobIndeterminate(key)
+        return meta
 
     def put(self, key: str, data: bytes) -> BlobMeta:
         """Writes an object. Large ones are uploaded in chunks, each of which may be retried.
@@ -734,8 +729,8 @@ class GcsBlobs(Blobs):
         data = bytes(data)
         try:
             if len(data) > self._resumable_bytes:
-                return self._upload(key, data, 0)
-            return self._write(key, data, 0, BlobExists)
+                return self._upload(key, data, ABSENT)
+            return self._write(key, data, ABSENT, BlobExists)
         except BlobExists:
             found = self.head(key)
             if found is not None and (found.size, found.crc32c) == (len(data), crc32c(data)):
@@ -753,17 +748,17 @@ class GcsBlobs(Blobs):
 
     def put_if_absent(self, key: str, data: bytes) -> BlobMeta:
         """Creates an object with one request. See `Blobs.put_if_absent`."""
-        return self._write(key, bytes(data), 0, BlobExists)
+        return self._write(key, bytes(data), ABSENT, BlobExists)
 
     def replace(self, key: str, data: bytes, expected: str) -> BlobMeta:
         """Writes an object whose generation is `expected`. See `Blobs.replace`."""
         if expected != ABSENT and not expected.isdecimal():
             raise BlobConflict(key)  # a version of another backend
-        return self._write(key, bytes(data), int(expected or 0), BlobConflict)
+        return self._write(key, bytes(data), expected, BlobConflict)
 
     # Large objects
 
-    def _upload(self, key: str, data: bytes, expected: int | None) -> BlobMeta:
+    def _upload(self, key: str, data: bytes, expected: str | None) -> BlobMeta:
         """Uploads in chunks. Repeats from the last byte that the server acknowledged."""
         where = self._where(key)
         token = secrets.token_hex(16)
@@ -794,10 +789,9 @@ class GcsBlobs(Blobs):
                     outcome = _Failure("the server kept nothing of a chunk")
                 elif outcome.status in (404, 410, 412, 416):
                     # The session is over: because the object is complete, or for good.
-                    found = self._read_back(key)
-                    marks = (found or {}).get("metadata")
-                    if found is not None and isinstance(marks, dict) and marks.get(_TOKEN) == token:
-                        return self._meta(found, where)
+                    found = self._holder(key)
+                    if found is not None and found[0].marks.get(TOKEN) == token:
+                        return found[1]
                     if outcome.status == 412 and found is not None:
                         raise BlobExists(key)
                     session = None
@@ -814,7 +808,7 @@ class GcsBlobs(Blobs):
             raise BlobIndeterminate(key)
         self._gave_up(where, outcome, budget)
 
-    def _start_upload(self, key: str, data: bytes, token: str, expected: int | None) -> str:
+    def _start_upload(self, key: str, data: bytes, token: str, expected: str | None) -> str:
         resource = self._resource(key, data, token, expected)
         request = _Request(
             "POST",
@@ -823,7 +817,7 @@ class GcsBlobs(Blobs):
                 "uploadType": "resumable",
                 "name": self._name(key),
                 "fields": _FIELDS,
-                "ifGenerationMatch": None if expected is None else str(expected),
+                "ifGenerationMatch": None if expected is None else expected or "0",
             },
             {
                 "Content-Type": "application/json; charset=UTF-8",
