@@ -1,0 +1,225 @@
+"""A sidecar as a file: Parquet that any tool reads, sealed so that no damage goes unnoticed.
+
+Parquet's own checksums cover its pages, not the footer, which says where the pages are and what
+they mean. So between the last page and the footer, where readers of Parquet never look, stands a
+seal of 13 bytes: ``BCKP``, the version of the seal (1), and the xxh3-64 of every other byte of the
+file. Page checksums are there as well, for readers of a part of the file and for other tools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+from beam_ckpt.errors import CheckpointTooLargeError, InvalidCheckpointError
+from beam_ckpt.sidecar._order import in_order
+from beam_ckpt.sidecar._schema import KEY, SidecarHeader, check_columns
+
+__all__ = ["MAX_DECODED_BYTES", "ROW_GROUP_ROWS", "decode_sidecar", "encode_sidecar"]
+
+MAX_DECODED_BYTES = 2**31 - 1
+"""Greatest size of a sidecar's columns in memory: offsets in Arrow's strings have 31 bits."""
+
+ROW_GROUP_ROWS = 128 * 1024
+"""Rows of a row group: what a reader that looks for one key has to read."""
+
+_METADATA_KEY = b"beam_ckpt.sidecar"
+_MAGIC = b"PAR1"
+_SEAL = b"BCKP\x01"
+_SEAL_SIZE = len(_SEAL) + 8
+_TAIL_SIZE = 4 + len(_MAGIC)
+_MAX_ROW_GROUPS = 1 << 16
+
+# No dictionaries: with them a small file can hold columns of any size, and a reader cannot know
+# before it has them in memory. Zstandard finds the same repetitions.
+_ENCODINGS = {"PLAIN", "RLE", "BIT_PACKED"}
+
+
+def encode_sidecar(
+    table: pa.Table,
+    header: SidecarHeader,
+    *,
+    row_group_rows: int = ROW_GROUP_ROWS,
+    max_decoded_bytes: int = MAX_DECODED_BYTES,
+) -> bytes:
+    """Returns the bytes of a sidecar.
+
+    Args:
+        table: Its rows, sorted by (``_key``, ``_window``), one for each pair; columns as
+            :func:`~beam_ckpt.sidecar.sidecar_schema` has them.
+        header: What the sidecar says of itself.
+        row_group_rows: Rows of a row group.
+        max_decoded_bytes: Greatest size of the columns in memory.
+
+    Raises:
+        InvalidCheckpointError: The table does not have the columns of a sidecar with this header.
+        CheckpointTooLargeError: The columns are over the limit.
+    """
+    where = f"the table for operator {header.operator!r}, key group {header.key_group}"
+    check_columns(header, table.schema, where=where)
+    if table.nbytes > max_decoded_bytes:
+        raise CheckpointTooLargeError(
+            f"{where} has {table.nbytes} bytes, the limit is {max_decoded_bytes}: use more key "
+            "groups, or raise the limit."
+        )
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(
+        sink,
+        table.schema,
+        version="2.6",
+        compression="zstd",
+        compression_level=1,
+        use_dictionary=False,
+        write_statistics=_leaves(table.schema, (KEY, "_key", "_window", "_deleted", "_updated")),
+        write_page_checksum=True,
+        # Every type a sidecar has is one of Parquet's own; a copy in Arrow's words costs 1 kB.
+        store_schema=False,
+    ) as writer:
+        writer.write_table(table, row_group_rows)
+        writer.add_key_value_metadata({_METADATA_KEY: header.to_json()})
+    return _seal(memoryview(sink.getvalue()))
+
+
+def decode_sidecar(
+    data: bytes, *, where: str, max_decoded_bytes: int = MAX_DECODED_BYTES
+) -> tuple[SidecarHeader, pa.Table]:
+    """Reads a sidecar.
+
+    What the file says of its size is checked before anything of that size is in memory.
+
+    Args:
+        data: The bytes of the file.
+        where: What to call it in an error.
+        max_decoded_bytes: Greatest size of the columns in memory.
+
+    Raises:
+        InvalidCheckpointError: It is truncated, damaged, or not a sidecar of this library.
+        UnsupportedFormatError: It has a format that this version does not know.
+        CheckpointTooLargeError: Its columns would be over the limit.
+    """
+    _check_seal(data, where)
+    # From here on the bytes are the ones that were written, by this library or by somebody who
+    # imitates it, so what Arrow may raise over them is not ours to enumerate.
+    try:
+        file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+        schema = file.schema_arrow
+    except Exception as error:
+        _not_a_sidecar(where, error)
+    encoded_header = (file.metadata.metadata or {}).get(_METADATA_KEY)
+    if encoded_header is None:
+        _not_a_sidecar(where, "it has no header")
+    header = SidecarHeader.from_json(encoded_header, where=where)
+    check_columns(header, schema, where=where)
+    _check_sizes(file.metadata, schema, len(data), where, max_decoded_bytes)
+    try:
+        table = file.read()
+        table.validate(full=True)
+    except Exception as error:
+        _not_a_sidecar(where, error)
+    if not in_order(table):
+        _not_a_sidecar(where, "its rows are not in order, or one occurs twice")
+    return header, table.replace_schema_metadata(None)
+
+
+def _seal(file: memoryview) -> bytes:
+    footer_size = int.from_bytes(file[-_TAIL_SIZE:-4], "little") + _TAIL_SIZE
+    pages, footer = file[:-footer_size], file[-footer_size:]
+    digest = xxhash.xxh3_64(pages)
+    digest.update(footer)
+    return b"".join((pages, _SEAL, digest.digest(), footer))
+
+
+def _check_seal(data: bytes, where: str) -> None:
+    size = len(data)
+    if size < len(_MAGIC) + _SEAL_SIZE + _TAIL_SIZE or not (
+        data.startswith(_MAGIC) and data.endswith(_MAGIC)
+    ):
+        _not_a_sidecar(where, f"its {size} bytes do not begin and end as Parquet does")
+    footer_at = size - _TAIL_SIZE - int.from_bytes(data[-_TAIL_SIZE:-4], "little")
+    seal_at = footer_at - _SEAL_SIZE
+    if seal_at < len(_MAGIC) or data[seal_at : seal_at + len(_SEAL)] != _SEAL:
+        _not_a_sidecar(where, "there is no seal of this library before its footer")
+    view = memoryview(data)
+    digest = xxhash.xxh3_64(view[:seal_at])
+    digest.update(view[footer_at:])
+    sealed, found = data[seal_at + len(_SEAL) : footer_at], digest.digest()
+    if sealed != found:
+        _not_a_sidecar(where, f"its xxh3-64 is {found.hex()}, it was sealed as {sealed.hex()}")
+
+
+def _check_sizes(
+    metadata: pq.FileMetaData, schema: pa.Schema, size: int, where: str, limit: int
+) -> None:
+    if metadata.num_row_groups > _MAX_ROW_GROUPS:
+        _not_a_sidecar(where, f"it has {metadata.num_row_groups} row groups")
+    rows = 0
+    decoded = 0
+    compressed = 0
+    per_row = sum(_bytes_per_row(field.type) for field in schema)
+    for i in range(metadata.num_row_groups):
+        group = metadata.row_group(i)
+        keys = 0
+        for j in range(group.num_columns):
+            chunk = group.column(j)
+            if not _ENCODINGS.issuperset(chunk.encodings) or chunk.has_dictionary_page:
+                _not_a_sidecar(
+                    where, f"column {chunk.path_in_schema} is encoded as {chunk.encodings}"
+                )
+            # Lists have as many values as their column chunk says, each of at most 16 bytes and an
+            # offset beside the bytes that are counted as uncompressed.
+            values = max(chunk.num_values - group.num_rows, 0)
+            if min(chunk.num_values, chunk.total_uncompressed_size, group.num_rows) < 0:
+                _not_a_sidecar(where, "it speaks of negative sizes")
+            decoded += chunk.total_uncompressed_size + 24 * values
+            compressed += chunk.total_compressed_size
+            if chunk.path_in_schema == "_key":
+                keys = chunk.total_uncompressed_size
+        # Plain byte strings come after their length in four bytes.
+        if 4 * group.num_rows > keys:
+            _not_a_sidecar(where, f"{keys} bytes cannot hold {group.num_rows} keys")
+        rows += group.num_rows
+    if rows != metadata.num_rows or compressed > size:
+        _not_a_sidecar(where, "the sizes it speaks of contradict each other")
+    decoded += rows * per_row
+    if decoded > 2 * limit:
+        raise CheckpointTooLargeError(
+            f"{where} says that it has {rows} rows and up to {decoded} bytes decoded, the limit is "
+            f"{limit}: raise the limit if you know the file, else restore from an older checkpoint."
+        )
+
+
+def _bytes_per_row(type: pa.DataType) -> int:
+    """Returns what a row takes in memory beside the bytes of strings and the items of lists."""
+    if pa.types.is_struct(type):
+        return 1 + sum(_bytes_per_row(field.type) for field in type)
+    if pa.types.is_primitive(type):
+        return 1 + max(type.bit_width // 8, 1)
+    return 5
+
+
+def _leaves(schema: pa.Schema, columns: Sequence[str]) -> list[str]:
+    """Returns the paths, as Parquet writes them, of these columns' leaves outside lists."""
+    paths: list[str] = []
+
+    def walk(path: str, type: pa.DataType) -> None:
+        if pa.types.is_struct(type):
+            for field in type:
+                walk(f"{path}.{field.name}", field.type)
+        elif not pa.types.is_nested(type):
+            paths.append(path)
+
+    for name in columns:
+        walk(name, schema.field(name).type)
+    return paths
+
+
+def _not_a_sidecar(where: str, why: object) -> NoReturn:
+    cause = why if isinstance(why, Exception) else None
+    raise InvalidCheckpointError(
+        f"{where} cannot be read as a sidecar: {why}. It was damaged, cut short or not written by "
+        "this library; restore from an older checkpoint."
+    ) from cause
