@@ -23,7 +23,7 @@ import os
 import threading
 import time
 import uuid
-from typing import Annotated, Literal, NoReturn, Self, TypeVar
+from typing import Annotated, Final, Literal, NoReturn, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -49,7 +49,7 @@ __all__ = [
     "new_checkpoint_id",
 ]
 
-FORMAT_VERSION = 2
+FORMAT_VERSION: Final = 2
 """The format version this library writes. It reads every version released so far (2)."""
 
 MAX_MANIFEST_BYTES = 16 * 1024 * 1024

@@ -203,7 +203,7 @@ class Blobs(ABC):
         self.list("namespace.json")
         return True
 
-    def require_writable(self) -> None:
+    def require_writable(self) -> None:  # noqa: B027 (an optional hook)
         """Refuses a root that cannot be written safely. Called before the first write.
 
         A backend of unknown capabilities probes here (see `beam_ckpt.blobs._probes`); this

@@ -125,9 +125,7 @@ class LocalBlobs(Blobs):
                 continue
             inside = len(above) > len(self._root)
             if inside and stat.S_ISLNK(found.st_mode):
-                raise BlobInvalid(
-                    os.path.relpath(path, self._root), f"{above} is a symbolic link"
-                )
+                raise BlobInvalid(os.path.relpath(path, self._root), f"{above} is a symbolic link")
             break
         for directory in reversed(missing):
             with contextlib.suppress(FileExistsError):

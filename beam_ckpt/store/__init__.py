@@ -1,0 +1,21 @@
+"""Checkpoint stores: `open_store` and the contract they keep, `CheckpointStore`."""
+
+from __future__ import annotations
+
+from beam_ckpt.store._base import CheckpointArtifacts, CheckpointStore, StateChunk
+from beam_ckpt.store._open import (
+    FileSystemCheckpointStore,
+    MemoryCheckpointStore,
+    ObjectStoreCheckpointStore,
+    open_store,
+)
+
+__all__ = [
+    "CheckpointArtifacts",
+    "CheckpointStore",
+    "FileSystemCheckpointStore",
+    "MemoryCheckpointStore",
+    "ObjectStoreCheckpointStore",
+    "StateChunk",
+    "open_store",
+]
