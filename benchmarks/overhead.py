@@ -91,7 +91,7 @@ class ThreeCellsFn(beam.DoFn):
 DOFNS = {1: OneCellFn, 3: ThreeCellsFn}
 
 
-def events(chunk: int, keys: int, total: int) -> Iterator[TimestampedValue]:
+def events(chunk: int, keys: int, total: int) -> Iterator[TimestampedValue[tuple[str, int]]]:
     """One chunk of the events, a millisecond apart."""
     for i in range(chunk * CHUNK, min((chunk + 1) * CHUNK, total)):
         yield TimestampedValue((f"key-{i * SCATTER % keys:08d}", i % 1000), i / 1000)

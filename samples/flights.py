@@ -62,7 +62,8 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet as pq
 import typer
-from apache_beam.coders import RowCoder, StrUtf8Coder, TupleCoder, VarIntCoder, registry
+from apache_beam.coders import RowCoder, StrUtf8Coder, TupleCoder, VarIntCoder
+from apache_beam.coders.typecoders import registry
 from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.transforms.timeutil import TimeDomain
 from apache_beam.transforms.userstate import (
@@ -170,7 +171,7 @@ def _whole_aircraft(table: pa.Table, flights: int, seed: int) -> pa.Table:
 
 def read_flights(
     path: str, start: datetime, end: datetime, seed: int
-) -> Iterator[TimestampedValue]:
+) -> Iterator[TimestampedValue[tuple[str, Flight]]]:
     """The flights of `[start, end)`, each keyed by its aircraft, in random order."""
     wanted = (pc.field("time") >= start) & (pc.field("time") < end)
     table = pq.read_table(path, filters=wanted)
@@ -329,21 +330,22 @@ def restore_from(job: Job, index: int) -> str | int:
     publishing of its outputs: it is then run again from where it began.
     """
     begin = micros(job.cuts[index])
-    finalized = [
-        (row["id"], row["boundary"])
-        for row in inspect.checkpoints(job.store).to_pylist()
-        if row["phase"] == "finalized"
-    ]
-    if not finalized or micros(finalized[-1][1]) == begin:
+    store = open_store(job.store)
+    finalized: list[tuple[int, int | None]] = []
+    for id in store.list_ids():
+        manifest = store.load_by_id(id)
+        if manifest is not None and manifest.durable_phase == "finalized":
+            finalized.append((id, manifest.boundary))
+    if not finalized or finalized[-1][1] == begin:
         return "latest"
     if index == 0:
         return "fresh"
-    return max(id for id, boundary in finalized if micros(boundary) == begin)
+    return max(id for id, boundary in finalized if boundary == begin)
 
 
-def micros(at: datetime | None) -> int | None:
+def micros(at: datetime) -> int:
     """Microseconds since 1970, as event time is counted."""
-    return None if at is None else int(at.timestamp() * 1_000_000)
+    return int(at.timestamp()) * 1_000_000
 
 
 def run_once(job: Job, index: int, store: CheckpointStore) -> None:
@@ -503,10 +505,10 @@ def outputs_of(job: Job) -> Counter[str]:
     return lines
 
 
-def state_of(job: Job) -> dict[str, str]:
-    """The final state as the store has it: aircraft to its cells and timers."""
+def state_of(job: Job) -> Counter[str]:
+    """The final state as the store has it: every aircraft with its cells and timers."""
     rows = inspect.state(job.store, UID).to_pylist()
-    return {row.pop("key"): repr({name: comparable(row[name]) for name in row}) for row in rows}
+    return Counter(repr({name: comparable(value) for name, value in row.items()}) for row in rows)
 
 
 def comparable(value: object) -> object:
@@ -516,10 +518,10 @@ def comparable(value: object) -> object:
 
 def differences(reference: Job, other: Job) -> list[str]:
     """What one job has and the other has not; nothing when outputs and state are the same rows."""
-    found = []
+    found: list[str] = []
     for what, here, there in (
         ("output", outputs_of(reference), outputs_of(other)),
-        ("state", Counter(state_of(reference).items()), Counter(state_of(other).items())),
+        ("state", state_of(reference), state_of(other)),
     ):
         found += [f"{what} only in {reference.name}: {row}" for row in (here - there).elements()]
         found += [f"{what} only in {other.name}: {row}" for row in (there - here).elements()]
@@ -625,7 +627,7 @@ def demonstrate(
             begin = time.monotonic()
             happened = carry_out(job, deaths, seconds / (len(job.cuts) - 1), progress)
             seconds = time.monotonic() - begin
-            counts = (happened.total(), outputs_of(job).total(), len(state_of(job)))
+            counts = (happened.total(), outputs_of(job).total(), state_of(job).total())
             table.add_row(
                 job.name,
                 str(len(job.cuts) - 1),

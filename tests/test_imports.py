@@ -18,17 +18,18 @@ REPO = Path(__file__).resolve().parent.parent
 LAYERS = {
     "beam_ckpt.errors": 0,
     "beam_ckpt.keygroups": 1,
-    "beam_ckpt.manifest": 1,
-    "beam_ckpt.blobs": 2,
-    "beam_ckpt.recovery": 2,
-    "beam_ckpt.retention": 2,
-    "beam_ckpt.sidecar": 2,
-    "beam_ckpt.store": 3,
-    "beam_ckpt": 4,  # the front door: re-exports, no code
-    "beam_ckpt.inspect": 5,
-    "beam_ckpt.transforms": 5,
-    "beam_ckpt.cli": 6,
-    "beam_ckpt.testing": 7,
+    "beam_ckpt.manifest": 2,
+    "beam_ckpt.blobs": 3,
+    "beam_ckpt.lineage": 3,
+    "beam_ckpt.recovery": 3,
+    "beam_ckpt.retention": 3,
+    "beam_ckpt.sidecar": 3,
+    "beam_ckpt.store": 4,
+    "beam_ckpt": 5,  # the front door: re-exports, no code
+    "beam_ckpt.inspect": 6,
+    "beam_ckpt.transforms": 6,
+    "beam_ckpt.cli": 7,
+    "beam_ckpt.testing": 8,
 }
 
 
@@ -58,9 +59,18 @@ def unit(module: str) -> str:
 
 
 def imported(module: str, path: Path, known: dict[str, Path]) -> Iterator[tuple[str, int]]:
-    """The names that a module imports anywhere in its text, in functions and for typing too."""
+    """The names that a module imports when it is imported or when a function of it runs."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for_types_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in for_types_only:
+            continue
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, node.lineno
