@@ -1,0 +1,231 @@
+"""Cut equivalence: run an author's DoFn on a real runner, stop it, go on, and compare.
+
+`run_checkpointed` runs one pipeline and gives its outputs; `saved_state` reads back what its
+checkpoint holds, in the terms of the oracle (`beam_ckpt.testing.event_loop`). A history is exact
+when the outputs of its runs together are those of the loop, and the state of each checkpoint is
+the loop's state at that cut.
+
+Outputs are collected in this process, so a runner has to run its workers in it: FnApiRunner,
+BundleBasedDirectRunner, and PrismRunner with ``environment_type=LOOPBACK``.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import apache_beam as beam
+from apache_beam.coders.typecoders import registry
+from apache_beam.options.pipeline_options import PipelineOptions
+from apache_beam.transforms.window import BoundedWindow, GlobalWindows, TimestampedValue
+from apache_beam.typehints.native_type_compatibility import convert_to_beam_type
+from apache_beam.utils.timestamp import Timestamp
+
+from beam_ckpt.sidecar import decode_sidecar, merge_newest_first
+from beam_ckpt.store import CheckpointStore
+from beam_ckpt.testing.event_loop import KeyedCells, Output
+from beam_ckpt.testing.streams import Element, StreamPlan
+from beam_ckpt.transforms import CheckpointedParDo
+from beam_ckpt.transforms.columns import CellState, OperatorState
+from beam_ckpt.transforms.signature import read_signature
+
+__all__ = ["Run", "run_checkpointed", "run_plain", "saved_state"]
+
+_COLLECTED: dict[str, list[Any]] = {}
+
+
+@dataclass
+class Run:
+    """What one pipeline gave.
+
+    Attributes:
+        outputs: In the order in which they arrived.
+        metrics: Counters of `beam_ckpt` by name.
+    """
+
+    outputs: list[Output]
+    metrics: dict[str, int] = field(default_factory=dict)
+
+
+class _CollectFn(beam.DoFn):
+    def __init__(self, collection: str, tag: str | None) -> None:
+        self._collection, self._tag = collection, tag
+
+    def process(
+        self,
+        element: Any,
+        timestamp: Any = beam.DoFn.TimestampParam,
+        window: Any = beam.DoFn.WindowParam,
+    ) -> None:
+        output = Output(self._tag, element, timestamp.micros, window)
+        _COLLECTED[self._collection].append(output)
+
+
+def _stamp(element: Element) -> TimestampedValue[Any]:
+    timestamp, key, value = element
+    return TimestampedValue((key, value), Timestamp(micros=timestamp))
+
+
+def run_checkpointed(
+    fn: beam.DoFn,
+    source: Sequence[Element] | StreamPlan,
+    *,
+    runner: str,
+    store: CheckpointStore,
+    uid: str = "subject",
+    tags: Sequence[str] = (),
+    input_type: Any = tuple[str, int],
+    options: Sequence[str] = (),
+    **settings: Any,
+) -> Run:
+    """Runs `fn` in a `CheckpointedParDo` over `source` and waits for the end.
+
+    Args:
+        fn: The author's DoFn.
+        source: Elements in any order, for a batch; or a plan, for a stream.
+        runner: Name of the runner.
+        store: Where checkpoints go to and come from.
+        uid: Of the operator.
+        tags: Tagged outputs to collect beside the main one.
+        input_type: Type hint of the input.
+        options: More pipeline options, as on a command line.
+        **settings: Of `CheckpointedParDo`.
+    """
+    transform = CheckpointedParDo(fn, uid=uid, store=store, **settings)
+    return _run(transform, source, runner, tags, input_type, options)
+
+
+def run_plain(
+    fn: beam.DoFn,
+    source: Sequence[Element] | StreamPlan,
+    *,
+    runner: str,
+    tags: Sequence[str] = (),
+    input_type: Any = tuple[str, int],
+    options: Sequence[str] = (),
+) -> Run:
+    """The same with a plain `beam.ParDo`."""
+    return _run(beam.ParDo(fn), source, runner, tags, input_type, options)
+
+
+def _run(
+    transform: Any,
+    source: Sequence[Element] | StreamPlan,
+    runner: str,
+    tags: Sequence[str],
+    input_type: Any,
+    options: Sequence[str],
+) -> Run:
+    collection = uuid.uuid4().hex
+    collected = _COLLECTED[collection] = []
+    streaming = isinstance(source, StreamPlan)
+    arguments = [f"--runner={runner}", *options, *(["--streaming"] if streaming else [])]
+    try:
+        pipeline = beam.Pipeline(options=PipelineOptions(arguments))
+        if isinstance(source, StreamPlan):
+            elements = pipeline | source.to_test_stream()
+        else:
+            elements = pipeline | beam.Create(list(source), reshuffle=False) | beam.Map(_stamp)
+        typed = elements | "Typed" >> beam.Map(_same).with_output_types(input_type)
+        if tags:
+            outputs = typed | "Subject" >> transform.with_outputs(*tags, main="main")
+            by_tag = {None: outputs["main"], **{tag: outputs[tag] for tag in tags}}
+        else:
+            by_tag = {None: typed | "Subject" >> transform}
+        for tag, pcoll in by_tag.items():
+            _ = pcoll | f"Collect {tag}" >> beam.ParDo(_CollectFn(collection, tag))
+        result = pipeline.run()
+        result.wait_until_finish()
+        counters = result.metrics().query()["counters"]
+        metrics = {
+            counter.key.metric.name: counter.committed
+            for counter in counters
+            if counter.key.metric.namespace == "beam_ckpt"
+        }
+    finally:
+        del _COLLECTED[collection]
+    return Run(collected, metrics)
+
+
+def _same(element: Any) -> Any:
+    return element
+
+
+def saved_state(
+    store: CheckpointStore,
+    fn: beam.DoFn,
+    *,
+    checkpoint_id: int | None = None,
+    uid: str = "subject",
+    input_type: Any = tuple[str, int],
+    output_type: Any = None,
+) -> dict[tuple[Hashable, BoundedWindow], KeyedCells]:
+    """The state in a checkpoint, decoded with the coders of `fn`, as the oracle has it.
+
+    Args:
+        store: Where it is.
+        fn: The DoFn whose state it is.
+        checkpoint_id: Which one; the latest by default.
+        uid: Of the operator.
+        input_type: Type hint of the operator's input.
+        output_type: Type hint of its main output, for carried outputs; by default that of `fn`.
+    """
+    manifest = store.load_latest() if checkpoint_id is None else store.load_by_id(checkpoint_id)
+    assert manifest is not None
+    signature = read_signature(fn)
+    coder = _coder(input_type)
+    window_coder = GlobalWindows().get_window_coder()
+    operator = OperatorState(
+        uid,
+        coder.key_coder(),
+        window_coder,
+        tuple(CellState(cell.name, cell.kind, cell.coder) for cell in signature.cells),
+        False,
+    )
+    hints = fn.get_type_hints()
+    output_types = {None: output_type or hints.simple_output_type("main")}
+    output_types.update(hints.tagged_output_types())
+    state = {}
+    for partition in manifest.operators[uid].partitions:
+        tables = (
+            decode_sidecar(store.read_sidecar(entry), where=str(entry.path))[1]
+            for entry in reversed(partition.sidecars)
+        )
+        for record in operator.to_records(merge_newest_first(tables, keep_tombstones=False)):
+            key = operator.key_coder.decode(record.key)
+            window = window_coder.decode(record.window)
+            boundary = manifest.boundary
+            state[key, window] = KeyedCells(
+                cells=dict(_cells(signature.cells, record.cells)),
+                timers={(f"ts-{timer.family}", timer.tag): timer.fire for timer in record.timers},
+                carried=tuple(
+                    Output(
+                        output.tag,
+                        _coder(output_types.get(output.tag, Any)).decode(output.value),
+                        output.timestamp,
+                        window,
+                    )
+                    for output in record.carried
+                    if boundary is None or output.timestamp >= boundary
+                ),
+            )
+    return {key: cells for key, cells in state.items() if cells != KeyedCells()}
+
+
+def _coder(hint: Any) -> Any:
+    return registry.get_coder(convert_to_beam_type(hint))
+
+
+def _cells(cells: Iterable[Any], saved: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    for cell, value in zip(cells, saved, strict=True):
+        if value is None or value == ():
+            continue
+        decode = cell.coder.decode
+        if cell.kind == "read_modify_write":
+            yield cell.name, decode(value)
+        elif cell.kind == "bag":
+            yield cell.name, [decode(item) for item in value]
+        else:
+            yield cell.name, frozenset(decode(item) for item in value)

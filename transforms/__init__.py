@@ -1,0 +1,6 @@
+"""The Beam side of `beam_ckpt`: transforms that save and restore keyed state exactly."""
+
+from beam_ckpt.transforms.checkpoints import CheckpointedParDo, Checkpoints
+from beam_ckpt.transforms.committer import CheckpointResult
+
+__all__ = ["CheckpointResult", "CheckpointedParDo", "Checkpoints"]

@@ -1,0 +1,636 @@
+"""What an author touches: `CheckpointedParDo`, and `Checkpoints` for several operators.
+
+A stateful DoFn, unchanged, that goes on where its last checkpoint stands::
+
+    totals = (events                                # PCollection[tuple[K, V]]
+              | "Totals" >> CheckpointedParDo(
+                    TotalsFn(),                     # any stateful DoFn
+                    uid="totals",                   # the operator's identity across versions
+                    store="/var/ckpt/job"))         # or a CheckpointStore
+
+Several operators, one consistent checkpoint::
+
+    with beam.Pipeline() as p, Checkpoints(p, store, every=60) as ckpt:
+        sessions = events | "Sessions" >> ckpt.ParDo(SessionFn(), uid="sessions")
+        totals = sessions | "Totals" >> ckpt.ParDo(TotalsFn(), uid="totals")
+
+This module builds the graph and nothing else; how a cut is exact is in `keyed_state`.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import uuid
+import weakref
+from collections.abc import Iterable
+from typing import Any, Literal, Self
+
+import apache_beam as beam
+from apache_beam import coders
+from apache_beam.coders.typecoders import registry
+from apache_beam.internal import pickler
+from apache_beam.transforms.display import DisplayDataItem
+from apache_beam.transforms.window import GlobalWindows
+from apache_beam.typehints import typehints
+from apache_beam.utils.timestamp import Duration, Timestamp
+
+from beam_ckpt.errors import PipelineRefusedError
+from beam_ckpt.keygroups import check_key_group_count
+from beam_ckpt.manifest import CheckpointManifest
+from beam_ckpt.retention import KeepLast, RetentionPolicy
+from beam_ckpt.store import CheckpointStore, open_store
+from beam_ckpt.transforms.columns import CellState, OperatorState
+from beam_ckpt.transforms.committer import START, CommitFn
+from beam_ckpt.transforms.elements import LiveOrRestored
+from beam_ckpt.transforms.keyed_state.clock import DRAINED, MS, Epochs
+from beam_ckpt.transforms.keyed_state.dofn import SNAPSHOTS, StatefulWrapper, WrapperConfig
+from beam_ckpt.transforms.restore import ReadSaved, RestorePlan, check_compatible, plan_restore
+from beam_ckpt.transforms.runners import AloneInItsStage, prepare
+from beam_ckpt.transforms.signature import Signature, read_signature
+from beam_ckpt.transforms.writer import WriteSidecarsFn
+
+__all__ = ["CheckpointedParDo", "Checkpoints", "Seconds"]
+
+Seconds = int | float | Timestamp | Duration
+"""Event time in seconds, or Beam's own type for it; whole milliseconds."""
+
+_RECORD = tuple[int, tuple[int, bytes]]
+_MAX_FILES = 8
+
+# Operators and stores of each pipeline: uids name timer families, stores have one committer.
+_UIDS: weakref.WeakKeyDictionary[beam.Pipeline, set[str]] = weakref.WeakKeyDictionary()
+_STORES: weakref.WeakKeyDictionary[beam.Pipeline, set[str]] = weakref.WeakKeyDictionary()
+
+
+class Checkpoints:
+    """One consistent checkpoint of several operators of a pipeline.
+
+    Leaving the ``with`` block adds the step that publishes.
+
+    Args:
+        pipeline: The pipeline under construction.
+        store: A path, a URL, or a `~beam_ckpt.CheckpointStore`.
+        every: Interval of checkpoints in event time; boundaries are its multiples. `None`: one, at
+            the end.
+        until: Cut of a bounded run: exactly the elements and timers below it are processed, and
+            the rest of the future is saved. `None`: the run drains.
+        restore: ``"latest"`` (the newest valid checkpoint; a fresh start only in an empty store),
+            ``"fresh"``, or the id of one.
+        keep: How many checkpoints to keep, or a retention policy.
+        key_groups: Into how many parts keyed state is divided, 1 to 65,535: the limit of parallel
+            writes and restores.
+        on_fallback: If the newest checkpoint is damaged and the run has an `until`: ``"refuse"``,
+            or ``"accept"`` the older one.
+        on_missing: What to do with saved operators and cells that the pipeline no longer has:
+            ``"error"`` or ``"drop"``.
+
+    Raises:
+        PipelineRefusedError: A setting cannot be right.
+        CheckpointError: The store cannot be used, or restored from; see `plan_restore`.
+    """
+
+    def __init__(
+        self,
+        pipeline: beam.Pipeline,
+        store: str | os.PathLike[str] | CheckpointStore,
+        *,
+        every: Seconds | None = None,
+        until: Seconds | None = None,
+        restore: str | int = "latest",
+        keep: int | RetentionPolicy = 3,
+        key_groups: int = 128,
+        on_fallback: Literal["refuse", "accept"] = "refuse",
+        on_missing: Literal["error", "drop"] = "error",
+    ) -> None:
+        prepare(pipeline)
+        _check_choice("on_fallback", on_fallback, ("refuse", "accept"))
+        _check_choice("on_missing", on_missing, ("error", "drop"))
+        check_key_group_count(key_groups)
+        self._pipeline = pipeline
+        self._keep = KeepLast(keep) if isinstance(keep, int) else keep
+        self._key_groups, self._on_missing = key_groups, on_missing
+        self._epochs = Epochs(_micros("every", every), _micros("until", until))
+        if self._epochs.every is not None and self._epochs.every <= 0:
+            raise PipelineRefusedError(
+                f"every={every!r} is no interval. What to do: give seconds above 0, or None for "
+                "one checkpoint at the end."
+            )
+        self._store = open_store(store)
+        self._plan: RestorePlan = plan_restore(
+            self._store, restore, until=self._epochs.until, on_fallback=on_fallback
+        )
+        self._check_plan()
+        self._run_id = uuid.uuid4().hex
+        self._operators: list[OperatorState] = []
+        self._snapshots: list[Any] = []
+        self._results: Any = None
+        self._claim_store()
+
+    # ------------------------------------------------------------------ what an author asks
+    @property
+    def resume_at(self) -> Timestamp | None:
+        """The boundary restored at: replay from there. `None`: from the start of the data.
+
+        After a drained run it is `None` as well: all of that input was applied, and everything
+        that comes is taken as new.
+        """
+        return self._plan.resume_at
+
+    @property
+    def restored(self) -> CheckpointManifest | None:
+        """The manifest of the checkpoint restored from, or `None` on a fresh start."""
+        return self._plan.manifest
+
+    @property
+    def results(self) -> Any:
+        """A PCollection of `CheckpointResult`, one per published checkpoint.
+
+        Taking it closes the list of operators.
+        """
+        if self._results is None:
+            self._results = self._publish(self._pipeline)
+        return self._results
+
+    def ParDo(  # Beam's name
+        self,
+        fn: beam.DoFn,
+        *args: Any,
+        uid: str | None = None,
+        time_sorted: bool = False,
+        **kwargs: Any,
+    ) -> _Operator:
+        """A `beam.ParDo` of a stateful DoFn whose state is part of these checkpoints.
+
+        Args:
+            fn: The author's DoFn, unchanged.
+            *args: Static arguments of ``process``, as in `beam.ParDo`.
+            uid: The operator's identity; keep it, whatever else changes.
+            time_sorted: Give the DoFn its elements in event-time order per key.
+            **kwargs: Static arguments of ``process``.
+
+        Raises:
+            PipelineRefusedError: `fn`, or what it asks for, cannot be saved and restored exactly.
+        """
+        return _Operator(self, fn, args, kwargs, uid, time_sorted)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None:
+            self._finish()
+
+    # ------------------------------------------------------------------ the graph
+    def _finish(self) -> None:
+        if not self._operators:
+            raise PipelineRefusedError(
+                "Checkpoints has no operators. What to do: apply ckpt.ParDo(fn, uid=...) inside "
+                "the with block."
+            )
+        missing = set() if self.restored is None else set(self.restored.operators)
+        missing -= {operator.uid for operator in self._operators}
+        if missing and self._on_missing != "drop":
+            raise PipelineRefusedError(
+                f"checkpoint {self.restored.id if self.restored else ''} of {self._store.url} has "
+                f"state of {_names(missing)} and the pipeline has no such operator. What to do: "
+                "give the operator its old uid, or give its state up by on_missing='drop'."
+            )
+        _ = self.results
+
+    def _check_plan(self) -> None:
+        boundary, until = self._plan.resume_at, self._epochs.until
+        if boundary is not None and until is not None and until < boundary.micros:
+            raise PipelineRefusedError(
+                f"until={Timestamp(micros=until)} is before {boundary}, where checkpoint "
+                f"{self.restored.id if self.restored else ''} of {self._store.url} stands. What "
+                "to do: give a later until, or restore an older checkpoint by its id."
+            )
+        if self._rewrites and self._plan.resume_at is None and self._epochs.every is not None:
+            raise PipelineRefusedError(
+                f"{self._store.url} holds the state of a drained input in "
+                f"{self.restored.key_group_count if self.restored else 0} key groups, not "
+                f"{self._key_groups}, and `every` leaves no first boundary to save all of it at. "
+                "What to do: keep the number of key groups, or run once without `every`."
+            )
+
+    @property
+    def _rewrites(self) -> bool:
+        """Whether all restored state has to be saved again, in other key groups."""
+        return self.restored is not None and self.restored.key_group_count != self._key_groups
+
+    def _claim_store(self) -> None:
+        stores = _STORES.setdefault(self._pipeline, set())
+        if self._store.url in stores:
+            raise PipelineRefusedError(
+                f"two checkpoints of one pipeline go to {self._store.url}, and a store has one "
+                "committer. What to do: put the operators under one Checkpoints(p, store), or "
+                "give each a store of its own."
+            )
+        stores.add(self._store.url)
+
+    def _claim_uid(self, uid: str) -> None:
+        if self._results is not None:
+            raise PipelineRefusedError(
+                f"operator {uid!r} comes after ckpt.results was taken. What to do: take the "
+                "results after the last ckpt.ParDo."
+            )
+        uids = _UIDS.setdefault(self._pipeline, set())
+        if uid in uids:
+            raise PipelineRefusedError(
+                f"two operators of this pipeline have uid {uid!r}. What to do: give each its own; "
+                "a uid is what its state is found by."
+            )
+        uids.add(uid)
+
+    def _publish(self, root: Any) -> Any:
+        """Records → one sidecar per operator and key group → manifests."""
+        name = min((operator.uid for operator in self._operators), default="")
+        base = self.restored
+        write = WriteSidecarsFn(
+            self._store,
+            self._run_id,
+            self._operators,
+            None if base is None or self._rewrites else base.id,
+            _MAX_FILES,
+            name,
+        )
+        commit = CommitFn(
+            self._store,
+            self._run_id,
+            self._operators,
+            self._key_groups,
+            None if base is None else base.id,
+            self._epochs.last,
+            self._keep,
+            self._plan.passed_over,
+            name,
+        )
+        new = (
+            self._snapshots
+            | "Snapshots" >> beam.Flatten(pipeline=self._pipeline)
+            | "WriterAlone" >> AloneInItsStage()
+            | "WriteSidecars" >> beam.ParDo(write).with_output_types(_RECORD)
+        )
+        start = (
+            root
+            | "CommitterStart" >> beam.Impulse()
+            | "Start" >> beam.Map(_start).with_output_types(_RECORD)
+        )
+        # The start is also what keeps the committer alone in its stage.
+        return (new, start) | "Entries" >> beam.Flatten() | "Commit" >> beam.ParDo(commit)
+
+
+class _Operator(beam.PTransform):  # type: ignore[misc]
+    """One operator: the author's DoFn in its wrapper, and its restore branch if there is one."""
+
+    def __init__(
+        self,
+        job: Checkpoints,
+        fn: beam.DoFn,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        uid: str | None,
+        time_sorted: bool,
+    ) -> None:
+        super().__init__()
+        self._job, self._fn, self._args, self._kwargs = job, fn, args, kwargs
+        self._signature = _check_author(fn, args, kwargs, uid)
+        assert uid is not None
+        self._uid, self._time_sorted = uid, time_sorted
+        self._tags: tuple[str, ...] | None = None
+        self._main_tag: str | None = None
+
+    def with_outputs(self, *tags: str, main: str | None = None) -> _Operator:
+        """Gives access to tagged outputs, as `beam.ParDo.with_outputs`."""
+        result = copy.copy(self)
+        result._tags, result._main_tag = tags, main
+        return result
+
+    def default_label(self) -> str:
+        return f"CheckpointedParDo({type(self._fn).__name__})"
+
+    def default_type_hints(self) -> Any:
+        return self._fn.get_type_hints()
+
+    def infer_output_type(self, input_type: Any) -> Any:
+        return self._fn.infer_output_type(input_type)
+
+    def display_data(self) -> dict[str, Any]:
+        return _display_data(self._fn, self._uid)
+
+    def expand(self, pcoll: Any) -> Any:
+        job, uid = self._job, self._uid
+        key_coder, value_coder = _input_coders(pcoll, uid)
+        _check_windowing(pcoll, uid)
+        window_coder = pcoll.windowing.windowfn.get_window_coder()
+        operator = OperatorState(
+            uid,
+            key_coder,
+            window_coder,
+            tuple(CellState(c.name, c.kind, c.coder) for c in self._signature.cells),
+            self._time_sorted,
+        )
+        job._claim_uid(uid)
+        restoring = job.restored is not None and uid in job.restored.operators
+        if restoring:
+            self._check_saved(operator)
+        output_types = self._output_types(pcoll.element_type)
+        config = WrapperConfig(
+            uid=uid,
+            key_coder=key_coder,
+            value_coder=value_coder,
+            window_coder=window_coder,
+            output_coders=tuple(
+                (tag, registry.get_coder(hint)) for tag, hint in output_types.items()
+            ),
+            epochs=job._epochs,
+            boundary=None if job.resume_at is None else job.resume_at.micros,
+            restoring=restoring,
+            rewrite=restoring and job._rewrites,
+            key_groups=job._key_groups,
+            time_sorted=self._time_sorted,
+            bounded=bool(pcoll.is_bounded),
+        )
+        wrapper = StatefulWrapper(self._fn, config, self._args, self._kwargs)
+        _check_pickles(wrapper, self._fn)
+        run = beam.ParDo(wrapper).with_output_types(
+            output_types[None],
+            **{SNAPSHOTS: _RECORD},
+            **{tag: hint for tag, hint in output_types.items() if tag is not None},
+        )
+        run.get_resource_hints().update(self.get_resource_hints())
+        outputs = self._input(pcoll, operator, restoring) | "Run" >> run.with_outputs(
+            SNAPSHOTS, *(self._tags or ()), main=self._main_tag or "main"
+        )
+        job._operators.append(operator)
+        job._snapshots.append(
+            outputs[SNAPSHOTS]
+            | "Route"
+            >> beam.Map(_route, uid).with_output_types(tuple[tuple[str, int], tuple[int, bytes]])
+        )
+        if self._tags is None:
+            return outputs[self._main_tag or "main"]
+        # What the author asked for, without our own tag.
+        named = copy.copy(outputs)
+        named._tags, named._main_tag, named._allow_unknown_tags = self._tags, self._main_tag, False
+        return named
+
+    def _input(self, pcoll: Any, operator: OperatorState, restoring: bool) -> Any:
+        if not restoring:
+            return pcoll | "Alone" >> AloneInItsStage()
+        job = self._job
+        assert job.restored is not None
+        key_type, value_type = pcoll.element_type.tuple_types
+        union = typehints.Tuple[key_type, LiveOrRestored[value_type]]  # type: ignore[index]
+        live = pcoll | "Live" >> beam.Map(_same).with_output_types(union)
+        saved = pcoll.pipeline | "Restore" >> ReadSaved(
+            job._store, job.restored, operator, pcoll.windowing, union
+        )
+        return (live, saved) | "WithRestored" >> beam.Flatten()
+
+    def _check_saved(self, operator: OperatorState) -> None:
+        job = self._job
+        assert job.restored is not None
+        saved = None
+        if job.restored.pipeline is not None:
+            saved = job.restored.pipeline.operators.get(self._uid)
+        if saved is not None:
+            where = f"checkpoint {job.restored.id} of {job._store.url}"
+            check_compatible(saved, operator.spec(), self._uid, where, job._on_missing)
+
+    def _output_types(self, input_type: Any) -> dict[str | None, Any]:
+        """Type hints of the outputs by tag (`None`: the main one)."""
+        for hints in (self.get_type_hints(), self._fn.get_type_hints()):
+            if hints.output_types and hints.output_types[0]:
+                main = hints.simple_output_type(self._uid)
+                return {None: main, **hints.tagged_output_types()}
+        return {None: self._fn.infer_output_type(input_type) or typehints.Any}
+
+
+class CheckpointedParDo(beam.PTransform):  # type: ignore[misc]
+    """A `beam.ParDo` of a stateful DoFn that can be stopped and started again anywhere.
+
+    Args:
+        fn: The author's DoFn, unchanged.
+        *args: Static arguments of ``process``, as in `beam.ParDo`.
+        uid: The operator's identity; keep it, whatever else changes.
+        store: A path, a URL, or a `~beam_ckpt.CheckpointStore`.
+        time_sorted: Give the DoFn its elements in event-time order per key, ties by their encoded
+            value; then its outputs are the same on every runner.
+        every: See `Checkpoints`. So are `until`, `restore`, `keep`, `key_groups`, `on_fallback`
+            and `on_missing`.
+        **kwargs: Static arguments of ``process``.
+
+    Returns:
+        The main output, or what `with_outputs` asked for.
+
+    Raises:
+        PipelineRefusedError: `fn`, what it asks for, its input or a setting cannot be right.
+        CheckpointError: The store cannot be used, or restored from.
+    """
+
+    def __init__(
+        self,
+        fn: beam.DoFn,
+        *args: Any,
+        uid: str | None = None,
+        store: str | os.PathLike[str] | CheckpointStore | None = None,
+        every: Seconds | None = None,
+        until: Seconds | None = None,
+        restore: str | int = "latest",
+        keep: int | RetentionPolicy = 3,
+        key_groups: int = 128,
+        time_sorted: bool = False,
+        on_fallback: Literal["refuse", "accept"] = "refuse",
+        on_missing: Literal["error", "drop"] = "error",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        if store is None:
+            raise PipelineRefusedError(
+                "CheckpointedParDo has no store. What to do: give store='/a/path', a URL, or a "
+                "CheckpointStore."
+            )
+        _check_author(fn, args, kwargs, uid)
+        self._fn, self._args, self._kwargs = fn, args, kwargs
+        self._uid, self._store, self._time_sorted = uid, store, time_sorted
+        self._settings: dict[str, Any] = {
+            "every": every,
+            "until": until,
+            "restore": restore,
+            "keep": keep,
+            "key_groups": key_groups,
+            "on_fallback": on_fallback,
+            "on_missing": on_missing,
+        }
+        self._outputs: tuple[tuple[str, ...], str | None] | None = None
+
+    def with_outputs(self, *tags: str, main: str | None = None) -> CheckpointedParDo:
+        """Gives access to tagged outputs, as `beam.ParDo.with_outputs`."""
+        result = copy.copy(self)
+        result._outputs = tags, main
+        return result
+
+    def default_label(self) -> str:
+        return f"CheckpointedParDo({type(self._fn).__name__})"
+
+    def default_type_hints(self) -> Any:
+        return self._fn.get_type_hints()
+
+    def infer_output_type(self, input_type: Any) -> Any:
+        return self._fn.infer_output_type(input_type)
+
+    def display_data(self) -> dict[str, Any]:
+        return _display_data(self._fn, str(self._uid))
+
+    def expand(self, pcoll: Any) -> Any:
+        job = Checkpoints(pcoll.pipeline, self._store, **self._settings)
+        operator = job.ParDo(
+            self._fn, *self._args, uid=self._uid, time_sorted=self._time_sorted, **self._kwargs
+        )
+        operator.get_resource_hints().update(self.get_resource_hints())
+        hints = self.get_type_hints()
+        if hints.output_types and hints.output_types[0]:
+            operator = operator.with_output_types(hints.simple_output_type(str(self._uid)))
+        if self._outputs is not None:
+            tags, main = self._outputs
+            operator = operator.with_outputs(*tags, main=main)
+        result = pcoll | "Operator" >> operator
+        job._finish()
+        return result
+
+
+# ---------------------------------------------------------------------- checks and small parts
+def _check_author(
+    fn: beam.DoFn, args: tuple[Any, ...], kwargs: dict[str, Any], uid: str | None
+) -> Signature:
+    signature = read_signature(fn, args, kwargs)
+    name = type(fn).__name__
+    if not uid or not isinstance(uid, str):
+        raise PipelineRefusedError(
+            f"the operator of {name} has no uid (found {uid!r}), and its state is found by it. "
+            f"What to do: give uid={name.lower()!r}, or any other name that you will keep."
+        )
+    if len(uid) > 256:
+        raise PipelineRefusedError(
+            f"the uid of {name} has {len(uid)} characters, 256 allowed. What to do: shorten it."
+        )
+    return signature
+
+
+def _check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    if value not in choices:
+        raise PipelineRefusedError(
+            f"{name}={value!r} is not known. What to do: give one of {_names(choices)}."
+        )
+
+
+def _check_pickles(wrapper: StatefulWrapper, fn: beam.DoFn) -> None:
+    try:
+        pickler.loads(pickler.dumps(wrapper))
+    except Exception as error:
+        raise PipelineRefusedError(
+            f"{type(fn).__name__} cannot be pickled, and Beam pickles it to the workers: {error}. "
+            "What to do: make what it holds (clients, locks, files) in setup()."
+        ) from error
+
+
+def _check_windowing(pcoll: Any, uid: str) -> None:
+    if pcoll.windowing.windowfn != GlobalWindows():
+        raise PipelineRefusedError(
+            f"the input of operator {uid!r} is windowed ({pcoll.windowing.windowfn!r}), which this "
+            "version does not save. What to do: keep what belongs to a window in the state, with "
+            "an event-time timer at its end, in the global window."
+        )
+
+
+def _input_coders(pcoll: Any, uid: str) -> tuple[Any, Any]:
+    """Key and value coder of the input, or why there is no exact state by such keys."""
+    hint = pcoll.element_type
+    way_out = (
+        "What to do: give the input a type, as in beam.Map(...).with_output_types(tuple[str, int])"
+    )
+    if hint is None or hint == typehints.Any or not hasattr(hint, "tuple_types"):
+        raise PipelineRefusedError(
+            f"the input of operator {uid!r} has the type hint {hint!r}, not that of key-value "
+            f"pairs, so its keys have no deterministic coder. {way_out}."
+        )
+    coder = registry.get_coder(hint)
+    if not coder.is_kv_coder():
+        raise PipelineRefusedError(
+            f"the input of operator {uid!r} ({hint!r}) is not of key-value pairs. {way_out}."
+        )
+    key_coder = coder.key_coder()
+    if not key_coder.is_deterministic():
+        raise PipelineRefusedError(
+            f"the keys of operator {uid!r} have the coder {key_coder!r}, which is not "
+            "deterministic: equal keys may have other bytes in another process, and the state of "
+            f"a key would be lost. {way_out}."
+        )
+    for part in _parts(key_coder):
+        if isinstance(part, coders.FloatCoder):
+            raise PipelineRefusedError(
+                f"the keys of operator {uid!r} hold floats, of which 0.0 equals -0.0 with other "
+                "bytes and NaN does not equal itself. What to do: key by an int or a string."
+            )
+        if isinstance(part, (coders.IterableCoder, coders.MapCoder)):
+            raise PipelineRefusedError(
+                f"the keys of operator {uid!r} hold lists or maps ({part!r}), which cannot be "
+                "hashed. What to do: key by tuples."
+            )
+    return key_coder, coder.value_coder()
+
+
+def _parts(coder: Any) -> Iterable[Any]:
+    yield coder
+    parts = list(coder._get_component_coders())
+    parts += list(getattr(coder, "components", ()))
+    for part in parts:
+        yield from _parts(part)
+
+
+def _micros(name: str, value: Seconds | None) -> int | None:
+    if value is None:
+        return None
+    try:
+        micros = value.micros if isinstance(value, Duration) else Timestamp.of(value).micros
+    except (TypeError, ValueError, OverflowError) as error:
+        raise PipelineRefusedError(
+            f"{name}={value!r} is no event time: {error}. What to do: give seconds."
+        ) from error
+    if micros % MS:
+        raise PipelineRefusedError(
+            f"{name}={value!r} is no whole number of milliseconds, which is all that Beam's "
+            "runners tell apart. What to do: round it."
+        )
+    if not -DRAINED < micros < DRAINED:
+        raise PipelineRefusedError(
+            f"{name}={value!r} is outside the global window. What to do: give a time in it."
+        )
+    return int(micros)
+
+
+def _display_data(fn: beam.DoFn, uid: str) -> dict[str, Any]:
+    return {
+        "fn": DisplayDataItem(type(fn), label="Transform Function"),
+        "fn_dd": fn,
+        "uid": DisplayDataItem(uid, label="Checkpoint uid"),
+    }
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in sorted(names))
+
+
+def _same(element: Any) -> Any:
+    return element
+
+
+def _start(_: bytes) -> tuple[int, tuple[int, bytes]]:
+    return START
+
+
+def _route(record: tuple[int, tuple[int, bytes]], uid: str) -> Any:
+    key_group, dated = record
+    return (uid, key_group), dated

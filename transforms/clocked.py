@@ -1,0 +1,66 @@
+"""The shape of every stage of ours that waits for the watermark: cells, and one clock.
+
+Beam reads the parameters of a method from its defaults; a timer family must be named after its
+owner (FnApiRunner keeps one timer buffer per family *name*), so ours are made per instance and
+handed to Beam through its ``_inspect_<method>`` hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import apache_beam as beam
+from apache_beam.transforms import userstate
+from apache_beam.transforms.timeutil import TimeDomain
+
+__all__ = ["ClockedDoFn"]
+
+
+class ClockedDoFn(beam.DoFn):
+    """A stateful DoFn with one event-time clock, whose callback is ``_on_clock``.
+
+    ``process`` gets the element, what `declare` was told for it, then the cells in order and the
+    clock, by position; ``_on_clock`` gets the same by name.
+    """
+
+    def declare(
+        self,
+        clock: str,
+        cells: Mapping[str, userstate.StateSpec],
+        *,
+        process: Iterable[tuple[str, Any]] = (),
+        on_clock: Iterable[tuple[str, Any]] = (),
+    ) -> None:
+        """Declares cells and clock.
+
+        Args:
+            clock: Name of the timer family, unique in a pipeline.
+            cells: State cells by parameter name.
+            process: More parameters of ``process`` that Beam gives, before the cells.
+            on_clock: Those of ``_on_clock``.
+        """
+        family = userstate.TimerSpec(clock, TimeDomain.WATERMARK)
+        userstate.on_timer(family)(type(self)._on_clock)  # type: ignore[attr-defined]
+        own: list[tuple[str, Any]] = [
+            *((name, beam.DoFn.StateParam(spec)) for name, spec in cells.items()),
+            ("clock", beam.DoFn.TimerParam(family)),
+        ]
+        self._process_parameters = _split([*process, *own], before=["element"])
+        self._clock_parameters = _split([*on_clock, *own])
+
+    def _inspect_process(self) -> tuple[list[str], list[Any]]:
+        return self._process_parameters
+
+    def _inspect__on_clock(self) -> tuple[list[str], list[Any]]:
+        return self._clock_parameters
+
+    def default_type_hints(self) -> Any:
+        # Not from the annotations of `process`: its parameters are not what they say.
+        return None
+
+
+def _split(
+    parameters: list[tuple[str, Any]], before: Iterable[str] = ()
+) -> tuple[list[str], list[Any]]:
+    return [*before, *(name for name, _ in parameters)], [value for _, value in parameters]

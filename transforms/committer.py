@@ -1,0 +1,324 @@
+"""From sidecars to a published checkpoint: the one committer of a pipeline.
+
+One stateful key. It wakes two milliseconds after a boundary, when the watermark says that every
+sidecar of it is there, and publishes in the order of the boundaries: the manifest (create-only),
+its marker, the pointer; then it prunes. A retry finds its own manifest and changes nothing; a
+younger run's claim stops it (`FencedError`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import apache_beam as beam
+from apache_beam.coders import coders
+from apache_beam.metrics import Metrics
+from apache_beam.transforms import userstate
+from apache_beam.transforms.window import TimestampedValue
+from apache_beam.utils.timestamp import Timestamp
+
+from beam_ckpt.errors import CheckpointConflictError, CheckpointError
+from beam_ckpt.lineage import NewSidecar, next_operators
+from beam_ckpt.manifest import (
+    CheckpointManifest,
+    OperatorSnapshotEntry,
+    PipelineIdentity,
+    RunIdentity,
+    new_checkpoint_id,
+)
+from beam_ckpt.retention import RetentionPolicy
+from beam_ckpt.store import CheckpointStore
+from beam_ckpt.transforms.clocked import ClockedDoFn
+from beam_ckpt.transforms.columns import OperatorState
+from beam_ckpt.transforms.keyed_state.clock import DRAINED, MS
+from beam_ckpt.transforms.keyed_state.dofn import METRICS
+from beam_ckpt.transforms.writer import decode_new_sidecar
+
+__all__ = ["START", "CheckpointResult", "CommitFn"]
+
+_LOGGER = logging.getLogger(__name__)
+
+#: The element that starts the committer, before any sidecar; its boundary is not looked at.
+START = (0, (0, b""))
+_ID_ATTEMPTS = 64
+
+
+@dataclass(frozen=True)
+class CheckpointResult:
+    """A published checkpoint.
+
+    Attributes:
+        id: Names the manifest.
+        checkpoint_id: Its UUID.
+        epoch: Ascends with every published checkpoint of the store.
+        boundary: The cut in event time, or `None` for the drained end of the input.
+        sidecars: Files that this checkpoint added.
+        size_bytes: Their size.
+        total_size_bytes: Size of everything a restore of it reads.
+        pruned: Checkpoints that were deleted after it.
+    """
+
+    id: int
+    checkpoint_id: str
+    epoch: int
+    boundary: Timestamp | None
+    sidecars: int
+    size_bytes: int
+    total_size_bytes: int
+    pruned: int
+
+
+class CommitFn(ClockedDoFn):
+    """`START` and (0, (boundary, new sidecar)) to `CheckpointResult`, one per published checkpoint.
+
+    Args:
+        store: Where to publish.
+        run_id: Of this run.
+        operators: Of the pipeline.
+        key_groups: Number of key groups of this run.
+        base_id: Of the checkpoint restored from, or `None`.
+        last: The run's last boundary in µs (`DRAINED` when it drains): published in any case.
+        keep: What pruning keeps.
+        fallbacks: Damaged checkpoints that were passed over at restore; becomes a metric.
+        name: Makes the timer family unique in the pipeline.
+    """
+
+    _SIDECARS = userstate.BagStateSpec(
+        "sidecars", coders.TupleCoder((coders.VarIntCoder(), coders.BytesCoder()))
+    )
+    _PROGRESS = userstate.ReadModifyWriteStateSpec("progress", coders.BytesCoder())
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        run_id: str,
+        operators: Sequence[OperatorState],
+        key_groups: int,
+        base_id: int | None,
+        last: int,
+        keep: RetentionPolicy,
+        fallbacks: int,
+        name: str,
+    ) -> None:
+        self._arguments = (
+            store, run_id, tuple(operators), key_groups, base_id, last, keep, fallbacks, name,
+        )  # fmt: skip
+        self._store, self._run_id, self._keep = store, run_id, keep
+        self._operators, self._key_groups = tuple(operators), key_groups
+        self._base_id, self._last, self._fallbacks = base_id, last, fallbacks
+        self.declare(
+            f"ckpt_committer_{name}",
+            {"sidecars": self._SIDECARS, "progress": self._PROGRESS},
+            on_clock=[("timestamp", beam.DoFn.TimestampParam)],
+        )
+        self._committed = Metrics.counter(METRICS, "checkpoints_committed")
+        self._passed_over = Metrics.counter(METRICS, "checkpoints_passed_over_at_restore")
+        self._pruned = Metrics.counter(METRICS, "checkpoints_pruned")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CommitFn, self._arguments
+
+    def process(  # type: ignore[override]
+        self, element: Any, sidecars: Any, progress: Any, clock: Any
+    ) -> None:
+        state = _Progress.load(progress)
+        boundary, sidecar = element[1]
+        if not sidecar:
+            if state.generation == 0:
+                # Claimed when the job runs, not when its graph is built: building a graph must
+                # not stop the job that is running.
+                state.generation = self._store.claim_generation(self._run_id)
+                self._passed_over.inc(self._fallbacks)
+            boundary = self._last
+        else:
+            sidecars.add((boundary, sidecar))
+        if state.due is None or boundary < state.due:
+            state.due = boundary
+            clock.set(Timestamp(micros=boundary + 2 * MS))
+        state.store(progress)
+
+    def _on_clock(
+        self, timestamp: Any, sidecars: Any, progress: Any, clock: Any
+    ) -> Iterator[TimestampedValue]:
+        state = _Progress.load(progress)
+        reached = timestamp.micros - 2 * MS
+        if state.due is None or state.due > reached:
+            if state.due is not None:
+                clock.set(Timestamp(micros=state.due + 2 * MS))
+            return
+        if state.generation == 0:
+            state.generation = self._store.claim_generation(self._run_id)
+        waiting: dict[int, list[bytes]] = {}
+        for boundary, sidecar in sidecars.read():
+            waiting.setdefault(boundary, []).append(sidecar)
+        sidecars.clear()
+        due = sorted(boundary for boundary in waiting if boundary <= reached)
+        if self._last <= reached and self._last not in due and not state.ended:
+            due.append(self._last)
+        for boundary in due:
+            new = [decode_new_sidecar(sidecar) for sidecar in waiting.pop(boundary, ())]
+            result = self._commit(state, boundary, new)
+            if result is not None:
+                yield TimestampedValue(result, Timestamp(micros=boundary + 2 * MS))
+        for boundary, left in waiting.items():
+            for sidecar in left:
+                sidecars.add((boundary, sidecar))
+        state.due = min(waiting, default=None)
+        if not state.ended and (state.due is None or self._last < state.due):
+            state.due = self._last
+        if state.due is not None:
+            clock.set(Timestamp(micros=state.due + 2 * MS))
+        state.store(progress)
+
+    def _commit(
+        self, state: _Progress, boundary: int, new: list[NewSidecar]
+    ) -> CheckpointResult | None:
+        # What comes late is published with the newest cut: it was applied after that.
+        boundary = boundary if state.boundary is None else max(boundary, state.boundary)
+        base = self._base(state)
+        last = boundary >= self._last
+        watermark = None if boundary >= DRAINED else boundary
+        if last:
+            state.ended = True
+        if not new and base is not None and base.watermark == watermark:
+            # Nothing has changed since, and that is what is published already.
+            return None
+        if not new and not last:
+            return None
+        self._store.check_generation(state.generation, self._run_id)
+        manifest = self._publish(state, base, watermark, new)
+        state.boundary, state.base_id = boundary, manifest.id
+        report = self._store.prune(self._keep)
+        pruned = len(report.deleted)
+        self._committed.inc()
+        self._pruned.inc(pruned)
+        size = sum(sidecar.entry.size_bytes for sidecar in new)
+        at = None if watermark is None else Timestamp(micros=watermark)
+        _LOGGER.info(
+            "checkpoint %d published: boundary %s, %d sidecars, %d bytes, %d in all, %d pruned",
+            manifest.id, at, len(new), size, manifest.total_size_bytes, pruned,
+        )  # fmt: skip
+        return CheckpointResult(
+            manifest.id,
+            manifest.checkpoint_id,
+            manifest.epoch,
+            at,
+            len(new),
+            size,
+            manifest.total_size_bytes,
+            pruned,
+        )
+
+    def _base(self, state: _Progress) -> CheckpointManifest | None:
+        base_id = self._base_id if state.base_id is None else state.base_id
+        if base_id is None:
+            return None
+        base = self._store.load_by_id(base_id)
+        if base is None:
+            raise CheckpointError(
+                f"checkpoint {base_id}, which this run stands on, is gone from {self._store.url}. "
+                "What to do: do not prune a store by hand while a run writes to it; start again."
+            )
+        return base
+
+    def _publish(
+        self,
+        state: _Progress,
+        base: CheckpointManifest | None,
+        watermark: int | None,
+        new: list[NewSidecar],
+    ) -> CheckpointManifest:
+        """Writes and finalizes the manifest; finds the one that an earlier try left."""
+        run = RunIdentity(generation=state.generation, run_id=self._run_id)
+        # With another number of key groups every key was saved anew: the old files are not its.
+        operators: dict[str, OperatorSnapshotEntry] = {}
+        if base is not None and base.key_group_count == self._key_groups:
+            operators = dict(base.operators)
+        epoch = 0 if base is None else base.epoch
+        ids = [i for i in self._store.list_ids() if base is None or i > base.id]
+        for checkpoint_id in ids:
+            marker = self._store.final_marker(checkpoint_id)
+            if marker is not None:
+                epoch = max(epoch, marker.epoch)
+        uids = [operator.uid for operator in self._operators]
+
+        def entries(of_epoch: int) -> dict[str, OperatorSnapshotEntry]:
+            return next_operators(operators, uids, new, of_epoch)
+
+        for checkpoint_id in reversed(ids):
+            mine = self._own(checkpoint_id, run)
+            if (
+                mine is not None
+                and mine.watermark == watermark
+                and mine.operators == entries(mine.epoch)
+            ):
+                return self._store.finalize(mine.id)
+        for _ in range(_ID_ATTEMPTS):
+            manifest = CheckpointManifest(
+                checkpoint_id=new_checkpoint_id(),
+                id=self._store.next_id(),
+                epoch=epoch + 1,
+                timestamp_ms=time.time_ns() // 1_000_000,
+                operators=entries(epoch + 1),
+                parent_id=None if base is None else base.checkpoint_id,
+                watermark=watermark,
+                key_group_count=self._key_groups,
+                run=run,
+                pipeline=PipelineIdentity(
+                    operators={operator.uid: operator.spec() for operator in self._operators},
+                    beam_version=beam.__version__,
+                    python_version=platform.python_version(),
+                ),
+            )
+            try:
+                saved = self._store.save(manifest)
+            except CheckpointConflictError:
+                # Somebody else took the id: a younger run, which this raises for, or an older
+                # one that did not know yet that it was superseded.
+                self._store.check_generation(state.generation, self._run_id)
+                continue
+            self._store.check_generation(state.generation, self._run_id)
+            return self._store.finalize(saved.id)
+        raise CheckpointConflictError(
+            f"{_ID_ATTEMPTS} manifest ids in a row were taken in {self._store.url}. "
+            "What to do: see that only one run writes to the store, then start again."
+        )
+
+    def _own(self, checkpoint_id: int, run: RunIdentity) -> CheckpointManifest | None:
+        """The manifest of that id, if it is this run's."""
+        try:
+            manifest = self._store.load_by_id(checkpoint_id)
+        except ValueError:
+            return None  # Damaged, so not one to build on; its id stays used.
+        return manifest if manifest is not None and manifest.run == run else None
+
+
+class _Progress:
+    """The committer's memory. Times in µs."""
+
+    __slots__ = ("base_id", "boundary", "due", "ended", "generation")
+
+    def __init__(self) -> None:
+        self.due: int | None = None
+        self.generation = 0
+        self.base_id: int | None = None
+        self.boundary: int | None = None
+        self.ended = False
+
+    @classmethod
+    def load(cls, cell: Any) -> _Progress:
+        self = cls()
+        data = cell.read()
+        if data is not None:
+            self.due, self.generation, self.base_id, self.boundary, self.ended = json.loads(data)
+        return self
+
+    def store(self, cell: Any) -> None:
+        values = [self.due, self.generation, self.base_id, self.boundary, self.ended]
+        cell.write(json.dumps(values).encode())

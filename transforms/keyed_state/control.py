@@ -1,0 +1,154 @@
+"""What the wrapper itself remembers of a key, and its bytes.
+
+One bytes cell per key and window holds all of it, the author's small values included, packed by
+hand: Beam's worker measures every cell that it caches with a walk that costs more than the work,
+so one cell of plain bytes is the cheapest state that a key can have.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from beam_ckpt.transforms.snapshot import CarriedOutput, SnapshotRecord
+
+__all__ = ["SPILLED", "Control"]
+
+_VERSION = 1
+_HEAD = struct.Struct("<BHqqqqqQ")
+_BUFFER = struct.Struct("<Iqq")
+_TIMER = struct.Struct("<HHq")
+_COUNT = struct.Struct("<I")
+_COUNTS = struct.Struct("<HH")
+
+_LIVE, _SAVED, _OPEN, _ARMED, _HORIZON, _BUFFERED = (1 << i for i in range(6))
+_EMPTY_LENGTH, _SPILLED_LENGTH = 0xFFFFFFFF, 0xFFFFFFFE
+
+#: Stands for a value that is kept in the overflow cell because it is large.
+SPILLED = object()
+
+
+class Control:
+    """The wrapper's memory of one key and window. Times are event time in microseconds.
+
+    Attributes:
+        live: The key's saved record has come, or it is known that there is none.
+        saved: A record of this key is in the checkpoint's chain, so that emptiness has to be told.
+        floor: The last wake-up of the clock: a lower bound of the watermark for this key.
+        open: End of the epoch in which the key was changed and not yet saved, or `None`.
+        armed: What the runner's clock is set to, or `None`.
+        horizon: What the runner's second clock is set to, or `None` (see `dofn.py`).
+        updated: Event time of the last change.
+        filled: Bit i: the i-th bag or set may hold something.
+        buffered: Elements in the buffer.
+        first_ready: When the first of them may be processed.
+        last_ready: When the last of them may be.
+        timers: (index of the author's timer family, tag) to fire time.
+        carried: Outputs at or beyond the open cut.
+        values: Encoded value of each packed cell; `None` is empty, `SPILLED` is elsewhere.
+    """
+
+    __slots__ = (
+        "armed",
+        "buffered",
+        "carried",
+        "filled",
+        "first_ready",
+        "floor",
+        "horizon",
+        "last_ready",
+        "live",
+        "open",
+        "saved",
+        "timers",
+        "updated",
+        "values",
+    )
+
+    def __init__(self, floor: int, live: bool, packed_cells: int) -> None:
+        self.live = live
+        self.saved = False
+        self.floor = floor
+        self.open: int | None = None
+        self.armed: int | None = None
+        self.horizon: int | None = None
+        self.updated = floor
+        self.filled = 0
+        self.buffered = 0
+        self.first_ready = 0
+        self.last_ready = 0
+        self.timers: dict[tuple[int, str], int] = {}
+        self.carried: list[CarriedOutput] = []
+        self.values: list[bytes | object | None] = [None] * packed_cells
+
+    def pack(self) -> bytes:
+        """These fields as bytes; `unpack` is the inverse."""
+        open_, armed, horizon = self.open, self.armed, self.horizon
+        flags = (
+            (_LIVE if self.live else 0)
+            | (_SAVED if self.saved else 0)
+            | (_OPEN if open_ is not None else 0)
+            | (_ARMED if armed is not None else 0)
+            | (_HORIZON if horizon is not None else 0)
+            | (_BUFFERED if self.buffered else 0)
+        )
+        out = [
+            _HEAD.pack(
+                _VERSION, flags, self.floor, open_ or 0, armed or 0, horizon or 0,
+                self.updated, self.filled,
+            ),
+            _COUNTS.pack(len(self.timers), len(self.values)),
+        ]  # fmt: skip
+        for value in self.values:
+            if value is None:
+                out.append(_COUNT.pack(_EMPTY_LENGTH))
+            elif value is SPILLED:
+                out.append(_COUNT.pack(_SPILLED_LENGTH))
+            else:
+                assert isinstance(value, bytes)
+                out.append(_COUNT.pack(len(value)))
+                out.append(value)
+        if self.buffered:
+            out.append(_BUFFER.pack(self.buffered, self.first_ready, self.last_ready))
+        for (family, tag), fire in self.timers.items():
+            encoded = tag.encode("utf-8", "surrogatepass")
+            out.append(_TIMER.pack(family, len(encoded), fire))
+            out.append(encoded)
+        if self.carried:
+            out.append(SnapshotRecord(b"", b"", False, 0, (), (), tuple(self.carried)).to_bytes())
+        return b"".join(out)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Control:
+        """The inverse of `pack`. The bytes are the runner's own state, never a file's."""
+        version, flags, floor, open_, armed, horizon, updated, filled = _HEAD.unpack_from(data)
+        if version != _VERSION:
+            raise ValueError(f"control cell of version {version}, this code reads {_VERSION}")
+        at = _HEAD.size
+        timers, cells = _COUNTS.unpack_from(data, at)
+        at += _COUNTS.size
+        self = cls(floor, bool(flags & _LIVE), cells)
+        self.saved = bool(flags & _SAVED)
+        self.open = open_ if flags & _OPEN else None
+        self.armed = armed if flags & _ARMED else None
+        self.horizon = horizon if flags & _HORIZON else None
+        self.updated, self.filled = updated, filled
+        for i in range(cells):
+            (length,) = _COUNT.unpack_from(data, at)
+            at += 4
+            if length == _SPILLED_LENGTH:
+                self.values[i] = SPILLED
+            elif length != _EMPTY_LENGTH:
+                self.values[i] = data[at : at + length]
+                at += length
+        if flags & _BUFFERED:
+            self.buffered, self.first_ready, self.last_ready = _BUFFER.unpack_from(data, at)
+            at += _BUFFER.size
+        for _ in range(timers):
+            family, length, fire = _TIMER.unpack_from(data, at)
+            at += _TIMER.size
+            tag = data[at : at + length].decode("utf-8", "surrogatepass")
+            at += length
+            self.timers[(family, tag)] = fire
+        if at < len(data):
+            self.carried.extend(SnapshotRecord.from_bytes(data[at:]).carried)
+        return self

@@ -1,0 +1,327 @@
+"""One key and window during one bundle: its memory, its buffer, and the facades over them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from apache_beam import coders
+from apache_beam.coders.coder_impl import StreamCoderImpl
+from apache_beam.utils.timestamp import Timestamp
+
+from beam_ckpt.transforms.keyed_state.cells import (
+    BagCell,
+    ReadModifyWriteCell,
+    SetCell,
+    TimerCell,
+)
+from beam_ckpt.transforms.keyed_state.clock import GATE, Epochs
+from beam_ckpt.transforms.keyed_state.control import SPILLED, Control
+
+__all__ = ["HORIZON_TAG", "BufferCoder", "KeyState", "Overflow"]
+
+#: A packed value above this many encoded bytes moves to the overflow, so that control stays small.
+SPILL_BYTES = 4096
+#: Dynamic tag of the second clock; the first has none.
+HORIZON_TAG = "horizon"
+
+
+class Overflow:
+    """A packed value that is too large to be rewritten with every change of its key."""
+
+    __slots__ = ("data", "index")
+
+    def __init__(self, index: int, data: bytes) -> None:
+        self.index, self.data = index, data
+
+
+class _BufferCoderImpl(StreamCoderImpl):  # type: ignore[misc]
+    """Tag byte, then (timestamp, value) of a waiting element, or (cell index, bytes)."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def encode_to_stream(self, item: Any, out: Any, nested: bool) -> None:
+        if type(item) is Overflow:
+            out.write_byte(1)
+            out.write_var_int64(item.index)
+            out.write(item.data, nested)
+        else:
+            out.write_byte(0)
+            out.write_bigendian_int64(item[0])
+            self._value.encode_to_stream(item[1], out, nested)
+
+    def decode_from_stream(self, stream: Any, nested: bool) -> Any:
+        if stream.read_byte():
+            return Overflow(stream.read_var_int64(), stream.read_all(nested))
+        timestamp = stream.read_bigendian_int64()
+        return timestamp, self._value.decode_from_stream(stream, nested)
+
+
+class BufferCoder(coders.Coder):  # type: ignore[misc]
+    """Coder of the buffer's bag; the author's values keep the author's coder."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def _create_impl(self) -> _BufferCoderImpl:
+        return _BufferCoderImpl(self._value.get_impl())
+
+    def is_deterministic(self) -> bool:
+        return bool(self._value.is_deterministic())
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is BufferCoder and bool(other._value == self._value)
+
+    def __hash__(self) -> int:
+        return hash((BufferCoder, self._value))
+
+
+class KeyState:
+    """What is known of a key and window in this bundle.
+
+    Read from the runner's cells at the first touch, written back once, when the bundle ends
+    (`flush`): Beam commits state after ``finish_bundle``, on every runner.
+
+    Attributes:
+        changed: The author changed something since `settle` looked.
+        now: Event time of the author's last call.
+        next_open: End of the epoch that call belongs to.
+    """
+
+    __slots__ = (
+        "_aux",
+        "_aux_read",
+        "_buffer",
+        "_buffer_taken",
+        "_cell",
+        "_clock",
+        "_head",
+        "_loaded",
+        "_overflow",
+        "_overflow_stale",
+        "_sorted",
+        "_woken",
+        "cells",
+        "changed",
+        "control",
+        "key",
+        "kwargs",
+        "next_open",
+        "now",
+        "packed",
+        "timers",
+        "window",
+    )
+
+    def __init__(
+        self,
+        key: Any,
+        window: Any,
+        cell: Any,
+        aux: Any,
+        clock: Any,
+        floor: int,
+        live: bool,
+        kinds: tuple[tuple[str, Any], ...],
+        runner_cells: Any,
+        timers: int,
+    ) -> None:
+        self.key, self.window = key, window
+        self._cell, self._aux, self._clock = cell, aux, clock
+        data = self._loaded = cell.read()
+        packed = sum(kind == "read_modify_write" for kind, _ in kinds)
+        self.control = Control(floor, live, packed) if data is None else Control.unpack(data)
+        self.changed = self._woken = False
+        self.now = self.next_open = 0
+        # The buffer, once read: [(millisecond, timestamp, value)] from _head on.
+        self._buffer: list[tuple[int, int, Any]] = []
+        self._head = 0
+        self._aux_read = not self.control.buffered and SPILLED not in self.control.values
+        self._buffer_taken = self._overflow_stale = False
+        self._sorted = True
+        self._overflow: dict[int, bytes] = {}
+        self.packed: list[ReadModifyWriteCell] = []
+        self.cells: list[ReadModifyWriteCell | BagCell | SetCell] = []
+        growing = 0
+        for kind, coder in kinds:
+            if kind == "read_modify_write":
+                value_cell = ReadModifyWriteCell(self, len(self.packed), coder)
+                self.packed.append(value_cell)
+                self.cells.append(value_cell)
+            else:
+                facade = BagCell if kind == "bag" else SetCell
+                self.cells.append(facade(self, 1 << growing, runner_cells[growing], coder))
+                growing += 1
+        self.timers = [TimerCell(self, i) for i in range(timers)]
+        #: Arguments of the author's methods that do not change within the bundle, by method.
+        self.kwargs: dict[str, dict[str, Any]] = {}
+
+    # ------------------------------------------------------------------ the author's changes
+    def settle(self) -> None:
+        """Opens the epoch of a change that the author's last call made."""
+        if self.changed:
+            self.changed = False
+            control = self.control
+            control.updated = self.now
+            if control.open is None:
+                control.open = self.next_open
+
+    def spilled(self, index: int) -> bytes:
+        """The value of packed cell `index` from the overflow."""
+        self._read_aux()
+        return self._overflow[index]
+
+    # ------------------------------------------------------------------ the buffer
+    def buffer(self, timestamp: int, value: Any, ready: int) -> None:
+        """Keeps an element until the watermark is seen to have reached `ready`."""
+        control = self.control
+        if not control.buffered:
+            control.first_ready = control.last_ready = ready
+        elif ready < control.first_ready:
+            control.first_ready = ready
+        elif ready > control.last_ready:
+            control.last_ready = ready
+        control.buffered += 1
+        self._aux.add((timestamp, value))
+        if self._aux_read:
+            self._buffer.append((timestamp // 1000, timestamp, value))
+            self._sorted = False
+
+    def peek(self, tie_coder: Any) -> tuple[int, int, Any] | None:
+        """The first element in the buffer by (millisecond, value encoded by `tie_coder`), if any."""
+        if not self.control.buffered:
+            return None
+        self._read_aux()
+        if not self._sorted:
+            waiting = self._buffer[self._head :]
+            waiting.sort(key=lambda item: item[0])
+            if tie_coder is not None:
+                _order_ties(waiting, tie_coder.encode)
+            self._buffer, self._head, self._sorted = waiting, 0, True
+        return self._buffer[self._head]
+
+    def take(self, epochs_ready: Any) -> None:
+        """Takes the element that `peek` showed; `epochs_ready(timestamp)` dates the rest."""
+        self._head += 1
+        self._buffer_taken = True
+        control = self.control
+        control.buffered -= 1
+        if control.buffered:
+            control.first_ready = epochs_ready(self._buffer[self._head][1])
+
+    def _read_aux(self) -> None:
+        if self._aux_read:
+            return
+        for item in self._aux.read():
+            if type(item) is Overflow:
+                self._overflow[item.index] = item.data
+            else:
+                self._buffer.append((item[0] // 1000, item[0], item[1]))
+        self._aux_read = True
+        self._sorted = False
+
+    # ------------------------------------------------------------------ the end of the bundle
+    def flush(self, epochs: Epochs, two_clocks: bool) -> None:
+        """Writes this key back to the runner and sets its clock."""
+        self.settle()
+        control = self.control
+        self._arm(epochs, two_clocks)
+        if self.packed:
+            self._pack_values()
+        if self._buffer_taken or self._overflow_stale:
+            self._read_aux()
+            self._aux.clear()
+            for _, timestamp, value in self._buffer[self._head :]:
+                self._aux.add((timestamp, value))
+            for index, data in self._overflow.items():
+                self._aux.add(Overflow(index, data))
+        if (
+            control.open is None
+            and not control.timers
+            and not control.buffered
+            and not control.filled
+            and not control.saved
+            and not control.carried
+            and not any(value is not None for value in control.values)
+        ):
+            if self._loaded is not None:
+                self._cell.clear()
+            return
+        packed = control.pack()
+        if packed != self._loaded:
+            self._cell.write(packed)
+
+    def _pack_values(self) -> None:
+        for index, cell in enumerate(self.packed):
+            value = cell.packed()
+            before = self.control.values[index]
+            if isinstance(value, bytes) and len(value) > SPILL_BYTES:
+                if before is not SPILLED or self.spilled(index) != value:
+                    self._overflow_stale = True
+                    self._read_aux()
+                    self._overflow[index] = value
+                value = SPILLED
+            elif before is SPILLED and value is not SPILLED:
+                self._overflow_stale = True
+                self._read_aux()
+                self._overflow.pop(index, None)
+            self.control.values[index] = value
+
+    def _arm(self, epochs: Epochs, two_clocks: bool) -> None:
+        """Sets the clock at the earliest thing that this key waits for.
+
+        With `two_clocks` (bounded input, whose watermark comes in one step) a second clock is set
+        at the last such thing: when it fires all of them are known to be due, and one wake-up does
+        the work of many. The first still holds the output watermark.
+        """
+        control = self.control
+        first: int | None = control.open
+        last: int | None = first
+        for fire in control.timers.values():
+            due = epochs.timer_due(fire)
+            if due is not None:
+                first = due if first is None or due < first else first
+                last = due if last is None or due > last else last
+        if control.buffered:
+            if first is None or control.first_ready < first:
+                first = control.first_ready
+            if last is None or control.last_ready > last:
+                last = control.last_ready
+        if first is not None and first < GATE:
+            first = GATE
+        horizon = None
+        if two_clocks and first is not None and last is not None and last > first:
+            horizon = last
+        control.armed = self._set("", first, control.armed)
+        control.horizon = self._set(HORIZON_TAG, horizon, control.horizon)
+        self._woken = False
+
+    def _set(self, tag: str, time: int | None, was: int | None) -> int | None:
+        # After a wake-up also where the time is unchanged: a runner that delivers a stale fire may
+        # drop the clock that was set meanwhile.
+        if time is None:
+            if was is not None:
+                self._clock.clear(dynamic_timer_tag=tag)
+        elif time != was or self._woken:
+            self._clock.set(Timestamp(micros=time), dynamic_timer_tag=tag)
+        return time
+
+    def wake(self, fired: int) -> None:
+        """Takes note that the watermark is at least `fired`: a wake-up, never an order."""
+        control = self.control
+        self._woken = True
+        if fired > control.floor:
+            control.floor = fired
+        if fired >= GATE:
+            control.live = True
+
+
+def _order_ties(items: list[tuple[int, int, Any]], encode: Any) -> None:
+    """Orders elements of the same millisecond by their encoded value, in place."""
+    start = 0
+    for end in range(1, len(items) + 1):
+        if end < len(items) and items[end][0] == items[start][0]:
+            continue
+        if end - start > 1:
+            items[start:end] = sorted(items[start:end], key=lambda item: encode(item[2]))
+        start = end

@@ -1,0 +1,281 @@
+"""From a manifest back to keys: which checkpoint to restore, and the branch that brings it.
+
+Which checkpoint it is, is decided while the pipeline is built (`plan_restore`): a fresh start pays
+for nothing. The branch is one task per key group; its records stay at ``MIN_TIMESTAMP``, so that
+the operator's watermark cannot pass the gate before the last of them has been processed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import apache_beam as beam
+from apache_beam.utils.timestamp import MIN_TIMESTAMP, Timestamp
+from apache_beam.utils.windowed_value import PANE_INFO_UNKNOWN, WindowedValue
+
+from beam_ckpt.errors import (
+    CheckpointNotFoundError,
+    FallbackRefusedError,
+    InvalidCheckpointError,
+    NoValidCheckpointError,
+    PipelineRefusedError,
+    StateIncompatibleError,
+)
+from beam_ckpt.manifest import CheckpointManifest, OperatorSpec
+from beam_ckpt.recovery import RecoveryReport
+from beam_ckpt.sidecar import decode_sidecar, merge_newest_first
+from beam_ckpt.store import CheckpointStore
+from beam_ckpt.transforms.columns import OperatorState
+from beam_ckpt.transforms.elements import Restored
+from beam_ckpt.transforms.runners import DeclareWindowing
+
+__all__ = ["ReadSaved", "RestorePlan", "check_compatible", "plan_restore"]
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RestorePlan:
+    """What a run starts from.
+
+    Attributes:
+        manifest: The checkpoint to restore, or `None` for a fresh start.
+        passed_over: Damaged checkpoints that are newer than it.
+    """
+
+    manifest: CheckpointManifest | None
+    passed_over: int = 0
+
+    @property
+    def resume_at(self) -> Timestamp | None:
+        """The boundary restored at: replay from there.
+
+        `None`: from the start, or, after a drained input, new data only.
+        """
+        if self.manifest is None or self.manifest.boundary is None:
+            return None
+        return Timestamp(micros=self.manifest.boundary)
+
+
+def plan_restore(
+    store: CheckpointStore,
+    restore: str | int,
+    *,
+    until: int | None,
+    on_fallback: Literal["refuse", "accept"],
+) -> RestorePlan:
+    """Decides which checkpoint a run starts from.
+
+    Args:
+        store: Where the checkpoints are.
+        restore: ``"latest"`` (the newest valid one), ``"fresh"`` (none, whatever there is), or the
+            id of one.
+        until: The run's last boundary, µs. A run with one was given its input for the newest
+            boundary, so that it must not quietly start from an older one.
+        on_fallback: What to do then: ``"refuse"`` or ``"accept"``.
+
+    Raises:
+        NoValidCheckpointError: There are checkpoints and none is valid.
+        FallbackRefusedError: The newest is damaged, an older one is valid, and `until` is given.
+        CheckpointNotFoundError: No checkpoint of that id.
+        InvalidCheckpointError: The checkpoint of that id is not valid.
+        PipelineRefusedError: `restore` is none of these.
+    """
+    if restore == "fresh":
+        return RestorePlan(None)
+    if isinstance(restore, int) and not isinstance(restore, bool):
+        return RestorePlan(_by_id(store, restore))
+    if restore != "latest":
+        raise PipelineRefusedError(
+            f"restore={restore!r} is not known. What to do: give 'latest', 'fresh' or the id of a "
+            "checkpoint."
+        )
+    report = store.recover_latest_validated()
+    damaged = [skipped for skipped in report.skipped if skipped.phase == "invalid"]
+    if report.chosen is None:
+        if damaged:
+            raise NoValidCheckpointError(
+                f"{store.url} has {report.examined} checkpoints and none is valid: "
+                f"{_reasons(damaged)}. What to do: see `beam-ckpt validate`; bring back the files "
+                "from a copy, or start afresh by restore='fresh', which is your word that the "
+                "saved state may be given up.",
+                report=report,
+            )
+        return RestorePlan(None)
+    if damaged:
+        _fall_back(store, report, damaged, until, on_fallback)
+    return RestorePlan(report.chosen, len(damaged))
+
+
+def _by_id(store: CheckpointStore, checkpoint_id: int) -> CheckpointManifest:
+    manifest = store.load_by_id(checkpoint_id)
+    if manifest is None:
+        known = ", ".join(str(i) for i in store.list_ids()[-10:]) or "none"
+        raise CheckpointNotFoundError(
+            f"{store.url} has no checkpoint {checkpoint_id} (the last ones: {known}). "
+            "What to do: see `beam-ckpt ls`."
+        )
+    result = store.validate_checkpoint(checkpoint_id)
+    if not result.valid or manifest.durable_phase != "finalized":
+        issues = "; ".join(str(issue) for issue in result.issues) or "it was never finalized"
+        raise InvalidCheckpointError(
+            f"checkpoint {checkpoint_id} of {store.url} cannot be restored: {issues}. "
+            "What to do: choose another one, see `beam-ckpt ls` and `beam-ckpt validate`."
+        )
+    return manifest
+
+
+def _fall_back(
+    store: CheckpointStore,
+    report: RecoveryReport,
+    damaged: list[Any],
+    until: int | None,
+    on_fallback: str,
+) -> None:
+    chosen = report.chosen
+    assert chosen is not None
+    newest = damaged[0].boundary
+    text = (
+        f"{store.url}: checkpoint {damaged[0].id} (boundary {_boundary(newest)}) is damaged; the "
+        f"newest valid one is {chosen.id} (boundary {_boundary(chosen.boundary)}). Passed over: "
+        f"{_reasons(damaged)}"
+    )
+    if until is not None and on_fallback != "accept":
+        raise FallbackRefusedError(
+            f"{text}. This run has an `until`, so its input was chosen for the newest boundary. "
+            "What to do: give it input from the older boundary on and on_fallback='accept', or "
+            "bring back the damaged files.",
+            newest_boundary=newest if isinstance(newest, int) else None,
+            chosen_boundary=chosen.boundary,
+            report=report,
+        )
+    _LOGGER.warning("%s. Restoring the older one: replay from its boundary on.", text)
+
+
+def _reasons(damaged: list[Any]) -> str:
+    return "; ".join(f"{skipped.id}: {skipped.reason}" for skipped in damaged)
+
+
+def _boundary(boundary: int | str | None) -> str:
+    if boundary is None:
+        return "the drained end"
+    return str(Timestamp(micros=boundary)) if isinstance(boundary, int) else boundary
+
+
+def check_compatible(
+    saved: OperatorSpec, declared: OperatorSpec, uid: str, where: str, on_missing: str
+) -> None:
+    """Compares an operator with what was saved of it.
+
+    Raises:
+        StateIncompatibleError: A coder or a cell's kind is another one, or a saved cell is gone and
+            `on_missing` is not ``"drop"``. Names the cell, both sides and the way out.
+    """
+
+    def refuse(what: str, way_out: str) -> None:
+        raise StateIncompatibleError(f"{where}: operator {uid!r}: {what}. What to do: {way_out}.")
+
+    back = "go back to the saved one, or start afresh by restore='fresh'"
+    if saved.key_coder != declared.key_coder:
+        refuse(
+            f"keys were saved with {saved.key_coder} and the input's coder is "
+            f"{declared.key_coder}", f"{back}; see the type hints of the input",
+        )  # fmt: skip
+    if saved.window_coder != declared.window_coder:
+        refuse(
+            f"windows were saved with {saved.window_coder} and are now {declared.window_coder}",
+            back,
+        )
+    for name, cell in saved.cells.items():
+        now = declared.cells.get(name)
+        if now is None:
+            if on_missing != "drop":
+                refuse(
+                    f"cell {name!r} was saved and the DoFn has no such cell",
+                    "put it back, or give it up by on_missing='drop'",
+                )
+        elif now.kind != cell.kind:
+            refuse(f"cell {name!r} was saved as {cell.kind} and is now {now.kind}", back)
+        elif now.coder != cell.coder:
+            refuse(f"cell {name!r} was saved with {cell.coder} and is now {now.coder}", back)
+
+
+class ReadSaved(beam.PTransform):  # type: ignore[misc]
+    """An operator's saved records: KV of key and `Restored`, in their own windows.
+
+    Args:
+        store: Where the checkpoint is.
+        manifest: The checkpoint.
+        operator: As it is now.
+        windowing: Of the operator's live input.
+        output_type: The type hint of the operator's input.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        manifest: CheckpointManifest,
+        operator: OperatorState,
+        windowing: Any,
+        output_type: Any,
+    ) -> None:
+        super().__init__()
+        self._store, self._manifest, self._operator = store, manifest, operator
+        self._windowing, self._output_type = windowing, output_type
+
+    def expand(self, pbegin: Any) -> Any:
+        saved = self._manifest.operators[self._operator.uid]
+        groups = [partition.partition_id for partition in saved.partitions]
+        read = _ReadGroupFn(self._store, self._manifest.id, self._operator)
+        return (
+            pbegin
+            | beam.Impulse()
+            | "KeyGroups" >> beam.ParDo(_GroupsFn(groups)).with_output_types(int)
+            | beam.Reshuffle()
+            | "Read" >> DeclareWindowing(read, self._windowing).with_output_types(self._output_type)
+        )
+
+
+class _GroupsFn(beam.DoFn):  # type: ignore[misc]
+    def __init__(self, groups: list[int]) -> None:
+        self._groups = groups
+
+    def process(self, element: Any) -> Iterator[int]:
+        yield from self._groups
+
+
+class _ReadGroupFn(beam.DoFn):  # type: ignore[misc]
+    """A key group to its live records, newest per key and window."""
+
+    def __init__(self, store: CheckpointStore, checkpoint_id: int, operator: OperatorState) -> None:
+        self._store, self._id, self._operator = store, checkpoint_id, operator
+        self._manifest: CheckpointManifest | None = None
+
+    def setup(self) -> None:
+        self._manifest = self._store.load_by_id(self._id)
+
+    def process(self, key_group: int) -> Iterator[Any]:
+        if self._manifest is None:
+            raise CheckpointNotFoundError(
+                f"checkpoint {self._id} of {self._store.url} is gone since this pipeline was "
+                "built. What to do: build it again, so that it takes the newest one."
+            )
+        operator = self._operator
+        saved = self._manifest.operators[operator.uid]
+        (partition,) = (p for p in saved.partitions if p.partition_id == key_group)
+        tables = (
+            decode_sidecar(self._store.read_sidecar(entry), where=str(entry.path))[1]
+            for entry in reversed(partition.sidecars)
+        )
+        table = merge_newest_first(tables, keep_tombstones=False)
+        decode_key, decode_window = operator.key_coder.decode, operator.window_coder.decode
+        for record in operator.to_records(table):
+            yield WindowedValue(
+                (decode_key(record.key), Restored(record.to_bytes())),
+                MIN_TIMESTAMP,
+                (decode_window(record.window),),
+                PANE_INFO_UNKNOWN,
+            )

@@ -1,0 +1,119 @@
+"""What exact checkpoints take on each runner, and nowhere else.
+
+Everything rests on one promise of the Beam model: the watermark downstream of a stage is held by
+the stage's timers. Prism, Flink and Dataflow keep it. FnApiRunner keeps it between stages, so each
+stage with a clock has to be alone in its stage (`AloneInItsStage`); BundleBasedDirectRunner does
+not keep it ("add corresponding watermark holds", a TODO in its source), but it knows keyed holds,
+so it can be taught to (`prepare`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import apache_beam as beam
+from apache_beam.transforms.timeutil import TimeDomain
+
+from beam_ckpt.errors import PipelineRefusedError
+
+__all__ = ["AloneInItsStage", "DeclareWindowing", "prepare"]
+
+
+class DeclareWindowing(beam.ParDo):  # type: ignore[misc]
+    """A ParDo whose output has the given windowing: its DoFn emits values with their windows.
+
+    Beam's ``WindowInto`` would assign new windows and drop the allowed lateness.
+    """
+
+    def __init__(self, fn: beam.DoFn, windowing: Any) -> None:
+        super().__init__(fn)
+        self._windowing = windowing
+
+    def get_windowing(self, inputs: Any) -> Any:
+        return self._windowing
+
+
+class _SameFn(beam.DoFn):  # type: ignore[misc]
+    def process(self, element: Any) -> Any:
+        yield element
+
+
+class AloneInItsStage(beam.PTransform):  # type: ignore[misc]
+    """Keeps FnApiRunner from fusing the next stateful stage with this one; free on other runners.
+
+    The timers of a fused stage fire in rounds with no watermark in between. A Flatten with an
+    empty PCollection of the same type, coder and windowing ends the stage. (With another windowing
+    Prism loses the input.)
+    """
+
+    def expand(self, pcoll: Any) -> Any:
+        nothing = (
+            pcoll.pipeline
+            | beam.Create([], reshuffle=False)
+            | "Windowing"
+            >> DeclareWindowing(_SameFn(), pcoll.windowing).with_output_types(pcoll.element_type)
+        )
+        return (pcoll, nothing) | beam.Flatten()
+
+
+def prepare(pipeline: beam.Pipeline) -> None:
+    """Makes ready for the pipeline's runner, or refuses.
+
+    Raises:
+        PipelineRefusedError: The runner is, or may become, BundleBasedDirectRunner, in a version of
+            Beam whose internals are not those that this module knows.
+    """
+    from apache_beam.runners.direct.direct_runner import (
+        BundleBasedDirectRunner,
+        SwitchingDirectRunner,
+    )
+
+    if isinstance(pipeline.runner, (BundleBasedDirectRunner, SwitchingDirectRunner)):
+        _give_bundle_based_timer_holds()
+
+
+def _give_bundle_based_timer_holds() -> None:
+    """After a bundle, each key's earliest event-time timer holds the output watermark."""
+    from apache_beam.runners.direct import transform_evaluator
+    from apache_beam.runners.direct.util import TransformResult
+
+    evaluator = transform_evaluator._ParDoEvaluator
+    if getattr(evaluator, "_beam_ckpt_holds", False):
+        return
+    known = (
+        list(inspect.signature(evaluator.process_timer).parameters) == ["self", "timer_firing"]
+        and list(inspect.signature(evaluator.finish_bundle).parameters) == ["self"]
+        and "keyed_watermark_holds" in inspect.signature(TransformResult.__init__).parameters
+    )
+    if not known:
+        raise PipelineRefusedError(
+            f"BundleBasedDirectRunner of Beam {beam.__version__} lets the watermark pass pending "
+            "timers, and its internals are not the ones that beam_ckpt can correct, so that "
+            "checkpoints could be published incomplete. What to do: use runner=PrismRunner or "
+            "FnApiRunner, or a version of beam_ckpt that knows this version of Beam."
+        )
+    process_timer, finish_bundle = evaluator.process_timer, evaluator.finish_bundle
+
+    def process_timer_noting_key(self: Any, timer_firing: Any) -> None:
+        self.__dict__.setdefault("_beam_ckpt_keys", set()).add(timer_firing.encoded_key)
+        process_timer(self, timer_firing)
+
+    def finish_bundle_with_holds(self: Any) -> Any:
+        keys = self.__dict__.get("_beam_ckpt_keys", set())
+        if self.user_state_context is not None:
+            keys |= {key for key, _, _ in self.user_state_context.cached_timers}
+        result = finish_bundle(self)
+        for key in keys:
+            pending = [
+                time
+                for timers in self._step_context.get_keyed_state(key).timers.values()
+                for (_, domain, _), time in timers.items()
+                if domain == TimeDomain.WATERMARK
+            ]
+            result.keyed_watermark_holds[key] = min(pending, default=None)
+        return result
+
+    evaluator.process_timer = process_timer_noting_key
+    evaluator.finish_bundle = finish_bundle_with_holds
+    evaluator._beam_ckpt_holds = True

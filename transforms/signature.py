@@ -1,0 +1,239 @@
+"""What an author's DoFn asks for: read once while the pipeline is built, refused if it is wrong.
+
+Beam reads the parameters of ``process`` and of every timer callback from their defaults; so does
+this module, once. The result is plain data from which the wrapper binds the author's methods once
+per worker, so that nothing is looked up per element.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+import apache_beam as beam
+from apache_beam import pvalue
+from apache_beam.transforms import core, userstate
+from apache_beam.transforms.timeutil import TimeDomain
+
+from beam_ckpt.errors import PipelineRefusedError
+
+__all__ = ["AuthorCell", "Call", "Signature", "read_signature"]
+
+CellKind = Literal["read_modify_write", "bag", "set"]
+
+_KINDS: Mapping[type[userstate.StateSpec], CellKind] = {
+    userstate.ReadModifyWriteStateSpec: "read_modify_write",
+    userstate.BagStateSpec: "bag",
+    userstate.SetStateSpec: "set",
+}
+# Parameters that Beam gives and the wrapper does not (yet), with what an author can do instead.
+_REFUSED_PARAMS: Sequence[tuple[Any, str, str]] = (
+    (beam.DoFn.PaneInfoParam, "PaneInfoParam", "drop it: state is not split by pane"),
+    (beam.DoFn.WindowedValueParam, "WindowedValueParam", "use TimestampParam and WindowParam"),
+    (beam.DoFn.SideInputParam, "SideInputParam", "join the side input upstream"),
+    (beam.DoFn.BundleFinalizerParam, "BundleFinalizerParam", "finalize in a ParDo downstream"),
+)
+_REFUSED_PARAM_TYPES: Sequence[tuple[Any, str, str]] = (
+    (beam.DoFn.BundleContextParam, "BundleContextParam", "use start_bundle and finish_bundle"),
+    (beam.DoFn.SetupContextParam, "SetupContextParam", "use setup and teardown"),
+    (beam.DoFn.RestrictionParam, "RestrictionParam", "a splittable DoFn cannot be stateful"),
+    (beam.DoFn.WatermarkEstimatorParam, "WatermarkEstimatorParam", "see RestrictionParam"),
+)
+
+
+@dataclass(frozen=True)
+class AuthorCell:
+    """One of the author's state cells; `coder` is that of a value (of an element for bag, set)."""
+
+    name: str
+    kind: CellKind
+    spec: userstate.StateSpec
+
+    @property
+    def coder(self) -> Any:
+        return self.spec.coder
+
+
+@dataclass(frozen=True)
+class Call:
+    """How one of the author's methods is called: parameter names by what they ask for."""
+
+    method: str
+    states: tuple[tuple[str, int], ...] = ()
+    timers: tuple[tuple[str, int], ...] = ()
+    element: tuple[str, ...] = ()
+    key: tuple[str, ...] = ()
+    timestamp: tuple[str, ...] = ()
+    window: tuple[str, ...] = ()
+    tag: tuple[str, ...] = ()
+    static: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Signature:
+    """All that the wrapper has to know of an author's DoFn. Cells and timers are sorted by name."""
+
+    cells: tuple[AuthorCell, ...]
+    timers: tuple[str, ...]
+    process: Call
+    callbacks: tuple[Call, ...]
+
+
+def read_signature(
+    fn: beam.DoFn, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> Signature:
+    """Reads what `fn` asks for.
+
+    Args:
+        fn: The author's DoFn, unchanged.
+        args: Static positional arguments of the transform, for ``process`` only, as in `ParDo`.
+        kwargs: Static keyword arguments, likewise.
+
+    Raises:
+        PipelineRefusedError: `fn` is not stateful, or asks for something that cannot be saved and
+            restored exactly; the message names it and the way out.
+    """
+    name = type(fn).__name__
+    if not isinstance(fn, beam.DoFn):
+        _refuse(f"{fn!r} is not a DoFn", "CheckpointedParDo takes an instance of a beam.DoFn")
+    try:
+        userstate.validate_stateful_dofn(fn)
+        specs, timer_specs = userstate.get_dofn_specs(fn)
+    except ValueError as error:
+        _refuse(f"Beam refuses {name}: {error}", "correct the DoFn", cause=error)
+    if not specs and not timer_specs:
+        _refuse(
+            f"{name} has no state and no timers, so there is nothing to save",
+            "beam.ParDo is enough for it",
+        )
+    if type(fn).process_batch is not beam.DoFn.process_batch:
+        _refuse(f"{name} has process_batch", "a stateful DoFn takes elements: use process")
+    cells = tuple(_cell(name, spec) for spec in sorted(specs, key=lambda s: s.name))
+    families = sorted(timer_specs, key=lambda t: t.name)
+    for timer in families:
+        if timer.time_domain != TimeDomain.WATERMARK:
+            _refuse(
+                f"{name}: timer {_author_name(timer)!r} is a processing-time timer, which this "
+                "version does not save",
+                "use an event-time timer (TimeDomain.WATERMARK)",
+            )
+    cell_index = {cell.spec: i for i, cell in enumerate(cells)}
+    timer_index = {timer: i for i, timer in enumerate(families)}
+    process = _call(fn, "process", cell_index, timer_index, tuple(args), dict(kwargs or {}))
+    callbacks = tuple(
+        _call(fn, timer._attached_callback.__name__, cell_index, timer_index, None, {})
+        for timer in families
+    )
+    return Signature(cells, tuple(_author_name(t) for t in families), process, callbacks)
+
+
+def _refuse(found: str, way_out: str, cause: BaseException | None = None) -> NoReturn:
+    raise PipelineRefusedError(f"{found}. What to do: {way_out}.") from cause
+
+
+def _author_name(timer: userstate.TimerSpec) -> str:
+    # Beam prefixes the wire name.
+    return str(timer.name).removeprefix(str(timer.prefix))
+
+
+def _cell(dofn: str, spec: userstate.StateSpec) -> AuthorCell:
+    kind = _KINDS.get(type(spec))
+    if kind is None:
+        supported = ", ".join(sorted(k.__name__ for k in _KINDS))
+        _refuse(
+            f"{dofn}: state cell {spec.name!r} is a {type(spec).__name__}, which this version "
+            f"does not save (it saves {supported})",
+            "keep the value in a ReadModifyWriteStateSpec or a BagStateSpec",
+        )
+    return AuthorCell(spec.name, kind, spec)
+
+
+def _call(
+    fn: beam.DoFn,
+    method: str,
+    cells: Mapping[userstate.StateSpec, int],
+    timers: Mapping[userstate.TimerSpec, int],
+    args: tuple[Any, ...] | None,
+    kwargs: dict[str, Any],
+) -> Call:
+    where = f"{type(fn).__name__}.{method}"
+    _check_keyword_only(fn, method, where)
+    names, defaults = core.get_function_arguments(fn, method)
+    with_default = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+    asked: dict[str, list[Any]] = {
+        kind: []
+        for kind in ("states", "timers", "element", "key", "timestamp", "window", "tag", "static")
+    }
+    in_process = args is not None
+    positional = [n for n in names if n not in with_default]
+    if in_process and beam.DoFn.ElementParam not in defaults:
+        if not positional:
+            _refuse(f"{where} takes no element", "its first parameter is the (key, value) pair")
+        positional = positional[1:]
+    waiting = list(args or ())
+    static = dict(kwargs)
+    for value in [*waiting, *static.values()]:
+        if isinstance(value, pvalue.AsSideInput):
+            _refuse(
+                f"{where} gets a side input ({value!r}), which cannot be given to an element that "
+                "waited for its epoch",
+                "join the side input upstream of the checkpointed operator",
+            )
+    for name, param in with_default.items():
+        if isinstance(param, core._StateDoFnParam):
+            asked["states"].append((name, cells[param.state_spec]))
+        elif isinstance(param, core._TimerDoFnParam):
+            asked["timers"].append((name, timers[param.timer_spec]))
+        elif param is beam.DoFn.ElementParam or param == beam.DoFn.ElementParam:
+            asked["element"].append(name)
+        elif param == beam.DoFn.KeyParam:
+            asked["key"].append(name)
+        elif param == beam.DoFn.TimestampParam:
+            asked["timestamp"].append(name)
+        elif param == beam.DoFn.WindowParam:
+            asked["window"].append(name)
+        elif param == beam.DoFn.DynamicTimerTagParam:
+            asked["tag"].append(name)
+        else:
+            _refuse_param(where, name, param)
+            positional.append(name)
+    for name in positional:
+        if waiting:
+            asked["static"].append((name, waiting.pop(0)))
+        elif name in static:
+            asked["static"].append((name, static.pop(name)))
+        elif name not in with_default:
+            _refuse(
+                f"{where} needs an argument {name!r} that nobody gives",
+                "give it as an extra argument of CheckpointedParDo"
+                if in_process
+                else "a timer callback gets key, timestamp, window, state, timers and tag only",
+            )
+    if waiting or static:
+        extra = ", ".join([*(repr(a) for a in waiting), *static])
+        _refuse(f"{where} has no parameter for the extra arguments {extra}", "take them out")
+    return Call(method, **{kind: tuple(found) for kind, found in asked.items()})
+
+
+def _check_keyword_only(fn: beam.DoFn, method: str, where: str) -> None:
+    for name, parameter in inspect.signature(getattr(fn, method)).parameters.items():
+        if parameter.kind is not parameter.KEYWORD_ONLY:
+            continue
+        if isinstance(parameter.default, core._DoFnParam) or parameter.default is parameter.empty:
+            _refuse(
+                f"{where} takes {name!r} by keyword only, which Beam does not fill in",
+                "take the bare '*' out of its parameters",
+            )
+
+
+def _refuse_param(where: str, name: str, param: Any) -> None:
+    for known, label, way_out in _REFUSED_PARAMS:
+        if param is known or (isinstance(param, core._DoFnParam) and param == known):
+            _refuse(f"{where} asks for DoFn.{label} ({name!r}), which is not supported", way_out)
+    for known, label, way_out in _REFUSED_PARAM_TYPES:
+        if isinstance(param, known):
+            _refuse(f"{where} asks for DoFn.{label} ({name!r}), which is not supported", way_out)
+    if isinstance(param, core._DoFnParam):
+        _refuse(f"{where} asks for {param!r} ({name!r}), which is not supported", "take it out")

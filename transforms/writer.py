@@ -1,0 +1,224 @@
+"""Records to sidecars: one file per operator, key group and boundary.
+
+The writer is keyed by (operator, key group) and wakes one millisecond after a boundary, when the
+watermark says that every record of it has come. It is in the global window, and bounded by the
+changes of one key group.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import apache_beam as beam
+from apache_beam.coders import coders
+from apache_beam.metrics import Metrics
+from apache_beam.transforms import userstate
+from apache_beam.transforms.window import TimestampedValue
+from apache_beam.utils.timestamp import Timestamp
+
+from beam_ckpt.lineage import NewSidecar
+from beam_ckpt.manifest import SidecarEntry
+from beam_ckpt.sidecar import decode_sidecar, encode_sidecar, merge_newest_first
+from beam_ckpt.store import CheckpointStore
+from beam_ckpt.transforms.clocked import ClockedDoFn
+from beam_ckpt.transforms.columns import OperatorState
+from beam_ckpt.transforms.keyed_state.clock import DRAINED, MS
+from beam_ckpt.transforms.keyed_state.dofn import METRICS
+from beam_ckpt.transforms.snapshot import SnapshotRecord
+
+__all__ = ["WriteSidecarsFn", "decode_new_sidecar", "encode_new_sidecar"]
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def encode_new_sidecar(sidecar: NewSidecar) -> bytes:
+    """A sidecar on its way to the committer, as bytes."""
+    entry = sidecar.entry.model_dump(mode="json")
+    return json.dumps([sidecar.operator, sidecar.key_group, sidecar.sequence, entry]).encode()
+
+
+def decode_new_sidecar(data: bytes) -> NewSidecar:
+    """The inverse of `encode_new_sidecar`."""
+    operator, key_group, sequence, entry = json.loads(data)
+    return NewSidecar(operator, key_group, sequence, SidecarEntry(**entry))
+
+
+class WriteSidecarsFn(ClockedDoFn):
+    """((operator, key group), (boundary, record)) to (0, (boundary, new sidecar)), by boundary.
+
+    Args:
+        store: Where to write.
+        run_id: Of this run; part of every file's name.
+        operators: Of the pipeline.
+        base_id: Of the checkpoint whose files the new ones are added to, or `None`.
+        max_files: When a key group has that many sidecars, the next one is a full one.
+        name: Makes the timer family unique in the pipeline.
+    """
+
+    _RECORDS = userstate.BagStateSpec(
+        "records", coders.TupleCoder((coders.VarIntCoder(), coders.BytesCoder()))
+    )
+    # The earliest boundary that waits, the next sequence number and the chain, as JSON.
+    _PROGRESS = userstate.ReadModifyWriteStateSpec("progress", coders.BytesCoder())
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        run_id: str,
+        operators: Sequence[OperatorState],
+        base_id: int | None,
+        max_files: int,
+        name: str,
+    ) -> None:
+        self._arguments = (store, run_id, tuple(operators), base_id, max_files, name)
+        self._store, self._run_id, self._max_files = store, run_id, max_files
+        self._operators = {operator.uid: operator for operator in operators}
+        self._base_id = base_id
+        self._base: dict[tuple[str, int], tuple[SidecarEntry, ...]] = {}
+        self.declare(
+            f"ckpt_writer_{name}",
+            {"records": self._RECORDS, "progress": self._PROGRESS},
+            on_clock=[("key", beam.DoFn.KeyParam), ("timestamp", beam.DoFn.TimestampParam)],
+        )
+        self._due: dict[Any, int] = {}
+        self._rows = Metrics.counter(METRICS, "rows_written")
+        self._files = Metrics.counter(METRICS, "sidecars_written")
+        self._bytes = Metrics.counter(METRICS, "sidecar_bytes_written")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WriteSidecarsFn, self._arguments
+
+    def setup(self) -> None:
+        base = None if self._base_id is None else self._store.load_by_id(self._base_id)
+        if base is not None:
+            self._base = {
+                (uid, partition.partition_id): partition.sidecars
+                for uid, operator in base.operators.items()
+                for partition in operator.partitions
+            }
+
+    def start_bundle(self) -> None:
+        self._due = {}
+
+    def process(  # type: ignore[override]
+        self, element: Any, records: Any, progress: Any, clock: Any
+    ) -> None:
+        key, item = element
+        records.add(item)
+        boundary: int = item[0]
+        due = self._due.get(key)
+        if due is not None and due <= boundary:
+            return
+        state = _Progress.load(progress)
+        if state.due is None or boundary < state.due:
+            state.due = boundary
+            state.store(progress)
+            clock.set(Timestamp(micros=boundary + MS))
+        self._due[key] = state.due
+
+    def _on_clock(
+        self, key: Any, timestamp: Any, records: Any, progress: Any, clock: Any
+    ) -> Iterator[Any]:
+        state = _Progress.load(progress)
+        if state.due is None:
+            return
+        reached = timestamp.micros - MS
+        if state.due > reached:
+            # A stale fire. Some runners drop the clock with it, so set it again.
+            clock.set(Timestamp(micros=state.due + MS))
+            return
+        waiting: dict[int, list[bytes]] = {}
+        for boundary, record in records.read():
+            waiting.setdefault(boundary, []).append(record)
+        records.clear()
+        uid, key_group = key
+        for boundary in sorted(waiting):
+            if boundary <= reached:
+                sidecar = self._write(uid, key_group, boundary, waiting.pop(boundary), state)
+                yield TimestampedValue(
+                    (0, (boundary, encode_new_sidecar(sidecar))),
+                    Timestamp(micros=boundary + MS),
+                )
+        for boundary, left in waiting.items():
+            for record in left:
+                records.add((boundary, record))
+        state.due = min(waiting, default=None)
+        state.store(progress)
+        if state.due is not None:
+            clock.set(Timestamp(micros=state.due + MS))
+            self._due[key] = state.due
+        else:
+            self._due.pop(key, None)
+
+    def _write(
+        self, uid: str, key_group: int, boundary: int, encoded: list[bytes], state: _Progress
+    ) -> NewSidecar:
+        operator = self._operators[uid]
+        if state.chain is None:
+            state.chain = list(self._base.get((uid, key_group), ()))
+            state.newest = boundary
+        table = operator.to_table([SnapshotRecord.from_bytes(record) for record in encoded])
+        # What came late must not be mixed with newer state that is not published yet.
+        compact = len(state.chain) >= self._max_files and boundary >= state.newest
+        if compact:
+            older = (
+                decode_sidecar(self._store.read_sidecar(entry), where=str(entry.path))[1]
+                for entry in reversed(state.chain)
+            )
+            table = merge_newest_first([table, *older], keep_tombstones=False)
+        kind = "full" if compact or not state.chain else "delta"
+        at = None if boundary >= DRAINED else boundary
+        header = operator.header(key_group=key_group, boundary=at, kind=kind)
+        entry = self._store.write_sidecar(
+            operator=uid,
+            key_group=key_group,
+            boundary=at,
+            run_id=self._run_id,
+            data=encode_sidecar(table, header),
+            kind=kind,
+            rows=table.num_rows,
+        )
+        state.chain = [entry] if kind == "full" else [*state.chain, entry]
+        if kind == "full" and not entry.rows:
+            state.chain = []
+        state.newest = max(state.newest, boundary)
+        state.sequence += 1
+        self._files.inc()
+        self._rows.inc(entry.rows)
+        self._bytes.inc(entry.size_bytes)
+        _LOGGER.debug(
+            "operator %s, key group %d, boundary %s: %d rows, %d bytes, %s",
+            uid, key_group, at, entry.rows, entry.size_bytes, kind,
+        )  # fmt: skip
+        return NewSidecar(uid, key_group, state.sequence, entry)
+
+
+class _Progress:
+    """The writer's memory of one key group."""
+
+    __slots__ = ("chain", "due", "newest", "sequence")
+
+    def __init__(self) -> None:
+        self.due: int | None = None
+        self.sequence = 0
+        self.newest = 0
+        self.chain: list[SidecarEntry] | None = None
+
+    @classmethod
+    def load(cls, cell: Any) -> _Progress:
+        self = cls()
+        data = cell.read()
+        if data is not None:
+            self.due, self.sequence, self.newest, chain = json.loads(data)
+            if chain is not None:
+                self.chain = [SidecarEntry(**entry) for entry in chain]
+        return self
+
+    def store(self, cell: Any) -> None:
+        chain = None
+        if self.chain is not None:
+            chain = [entry.model_dump(mode="json") for entry in self.chain]
+        cell.write(json.dumps([self.due, self.sequence, self.newest, chain]).encode())
