@@ -311,7 +311,7 @@ class _Operator(beam.PTransform):  # type: ignore[misc]
         return f"CheckpointedParDo({type(self._fn).__name__})"
 
     def default_type_hints(self) -> Any:
-        return self._fn.get_type_hints()
+        return _type_hints(self._fn)
 
     def infer_output_type(self, input_type: Any) -> Any:
         return self._fn.infer_output_type(input_type)
@@ -476,7 +476,7 @@ class CheckpointedParDo(beam.PTransform):  # type: ignore[misc]
         return f"CheckpointedParDo({type(self._fn).__name__})"
 
     def default_type_hints(self) -> Any:
-        return self._fn.get_type_hints()
+        return _type_hints(self._fn)
 
     def infer_output_type(self, input_type: Any) -> Any:
         return self._fn.infer_output_type(input_type)
@@ -609,6 +609,14 @@ def _micros(name: str, value: Seconds | None) -> int | None:
             f"{name}={value!r} is outside the global window. What to do: give a time in it."
         )
     return int(micros)
+
+
+def _type_hints(fn: beam.DoFn) -> Any:
+    """The author's hints; of what `process` takes only the element is an input of the transform."""
+    hints = fn.get_type_hints()
+    if hints.input_types is None:
+        return hints
+    return hints._replace(input_types=(hints.input_types[0][:1], {}))
 
 
 def _display_data(fn: beam.DoFn, uid: str) -> dict[str, Any]:
