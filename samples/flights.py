@@ -80,7 +80,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from beam_ckpt import CheckpointStore, inspect, open_store
-from beam_ckpt.testing.faults import Fault, faulty_store
+from beam_ckpt.testing.faults import Fault, FaultPlan, faulty_store
 from beam_ckpt.transforms import CheckpointedParDo
 
 UID = "flights"
@@ -91,7 +91,7 @@ YEAR = tuple(datetime(2013, month, 1, tzinfo=UTC) for month in range(1, 13))
 END = datetime(2014, 1, 5, tzinfo=UTC)
 """The last cut: late enough for the timers of the last departures (2014-01-01 04:59 UTC)."""
 DEFAULT_FLIGHTS = 20_000
-KILLS = 12
+KILLS = 14
 
 
 # --- the data ---------------------------------------------------------------------------------
@@ -368,6 +368,7 @@ def run_once(job: Job, index: int, store: CheckpointStore) -> None:
             until=until.timestamp(),
             restore=restore_from(job, index),
             keep=3,
+            key_groups=16,
             time_sorted=True,
         )
         (
@@ -397,15 +398,15 @@ def publish(written: Path, name: Path) -> None:
 
 # --- child processes, and how they die --------------------------------------------------------
 
-STEPS = (
-    ("sidecar", "before"),
-    ("manifest", "before"),
-    ("sidecar", "after"),
-    ("final", "after"),
-    ("manifest", "after"),
-    ("pointer", "after"),
-    ("pointer", "before"),
-)
+STEPS = {
+    "before its third sidecar": Fault("put", "state/*", nth=3, when="before"),
+    "after its manifest": Fault("put_if_absent", "manifests/*.json", when="after"),
+    "after its first sidecar": Fault("put", "state/*", when="after"),
+    "before its manifest": Fault("put_if_absent", "manifests/*.json", when="before"),
+    "after its .final marker": Fault("put_if_absent", "manifests/*.final", when="after"),
+    "while it pruned": Fault("delete", "*", when="before"),
+    "after its pointer": Fault("replace", "latest.json", when="after"),
+}
 """Steps of the write protocol at which a run is killed; the other kills come at random moments."""
 
 
@@ -414,16 +415,17 @@ class Kill:
     """One death of the `crash` job: in run `index`, at a step of the protocol or at random."""
 
     index: int
-    step: tuple[str, str] | None
+    step: str | None
 
     def __str__(self) -> str:
         """For people."""
-        return "at a random moment" if self.step is None else f"{self.step[1]} the {self.step[0]}"
+        return self.step or "at a random moment"
 
 
 def draw_kills(kills: int, runs: int) -> list[Kill]:
     """Spreads the kills over the runs, every second one at a step of the write protocol."""
-    steps = [STEPS[i // 2 % len(STEPS)] if i % 2 else None for i in range(kills)]
+    names = list(STEPS)
+    steps = [names[i // 2 % len(names)] if i % 2 else None for i in range(kills)]
     return [Kill(i * runs // kills, step) for i, step in enumerate(steps)]
 
 
@@ -433,15 +435,10 @@ def work_through(job: Job, kill: Kill | None) -> None:
     for index in job.todo():
         store = open_store(job.store)
         if kill is not None and kill.step is not None and index >= kill.index:
-            store = dying_store(store, *kill.step)
+            store = faulty_store(store, FaultPlan(STEPS[kill.step]))
         print("begin", index, flush=True)
         run_once(job, index, store)
         print("done", index, flush=True)
-
-
-def dying_store(store: CheckpointStore, what: str, when: str) -> CheckpointStore:
-    """A store whose process is killed (SIGKILL, by itself) at a step of the write protocol."""
-    raise NotImplementedError
 
 
 def carry_out(job: Job, kills: list[Kill], patience: float, progress: Progress) -> Counter[str]:
@@ -463,16 +460,17 @@ def carry_out(job: Job, kills: list[Kill], patience: float, progress: Progress) 
         kill = pending[0] if pending else None
         command = [sys.executable, __file__, "child", job.to_json()]
         if kill is not None and kill.step is not None:
-            command += [str(kill.index), *kill.step]
+            command += [str(kill.index), kill.step]
         with (job.folder / "child.log").open("w") as log:
             child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
             assert child.stdout is not None
-            timer = None
+            timer, run = None, 0
             for line in child.stdout:
                 event, index = line.split()
+                run = int(index) + 1
                 if event == "done":
                     progress.advance(bar)
-                elif timer is None and kill and kill.step is None and int(index) >= kill.index:
+                elif timer is None and kill and kill.step is None and run > kill.index:
                     timer = threading.Timer(rng.uniform(0, patience), child.kill)
                     timer.start()
             code = child.wait()
@@ -481,8 +479,7 @@ def carry_out(job: Job, kills: list[Kill], patience: float, progress: Progress) 
         if code == -signal.SIGKILL and kill is not None:
             pending.pop(0)
             happened[str(kill)] += 1
-            run = job.todo()[0] + 1 if job.todo() else len(job.cuts) - 1
-            progress.console.print(f"kill {happened.total()} {kill}, in run {run} of {job.name}")
+            progress.console.print(f"{job.name}: run {run} killed {kill} ({happened.total()})")
         elif code != 0:
             raise ChildFailed(f"{job.name}: exit status {code}", job.folder / "child.log")
         # A child may die after its last outputs are published: all is done, then.
@@ -583,9 +580,13 @@ def crash(
 
 
 @app.command(hidden=True)
-def child(job: str, index: int = -1, what: str = "", when: str = "") -> None:
+def child(
+    job: str,
+    index: Annotated[int, typer.Argument()] = 0,
+    step: Annotated[str, typer.Argument()] = "",
+) -> None:
     """What the other commands start."""
-    work_through(Job.from_json(job), Kill(index, (what, when)) if what else None)
+    work_through(Job.from_json(job), Kill(index, step) if step else None)
 
 
 def demonstrate(
