@@ -143,6 +143,26 @@ class LoopState(Mapping[tuple[Hashable, BoundedWindow], KeyedCells]):
     def __repr__(self) -> str:
         return f"LoopState({self._entries!r}, boundary={self.boundary!r})"
 
+    def unordered(self) -> LoopState:
+        """Returns the same state with lists and carried outputs sorted, to compare as multisets.
+
+        A bag has no order, and without `time_sorted` neither have a key's carried outputs.
+        """
+        return LoopState(
+            {
+                slot: KeyedCells(
+                    {
+                        name: sorted(value, key=repr) if isinstance(value, list) else value
+                        for name, value in kept.cells.items()
+                    },
+                    kept.timers,
+                    tuple(canonical(kept.carried)),
+                )
+                for slot, kept in self.items()
+            },
+            self.boundary,
+        )
+
     def of(self, key: Hashable) -> KeyedCells:
         """Returns what is kept for `key` in the global window; empty when there is nothing."""
         return self._entries.get((key, GlobalWindow()), KeyedCells())

@@ -8,7 +8,7 @@ value 0, time 0, one cut, data in order, all of it in one bundle.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from beam_ckpt.testing.streams import Advance, Arrive, Element, StreamPlan
 
@@ -34,12 +34,11 @@ DataSet = tuple[tuple[int, str, int], ...]
 
 
 def keys() -> SearchStrategy[str]:
-    """Keys from a small alphabet, so that most have several elements; some unusual ones."""
+    """Keys: most of them a, b or c, so that each has several elements; some unusual ones."""
     from hypothesis import strategies as st
 
-    return st.sampled_from(
-        ["a", "b", "c", "", "ä", "a\u0308", "\u0000", "🚕", "a/b", "..", "\u202e%41", "k" * 200]
-    )
+    unusual = ["", "ä", "a\u0308", "\u0000", "🚕", "a/b", "..", "\u202e%41", "k" * 200]
+    return st.sampled_from([*"abc" * 4, *unusual])
 
 
 def times(low_s: int = -120, high_s: int = 400) -> SearchStrategy[int]:
@@ -55,52 +54,70 @@ def times(low_s: int = -120, high_s: int = 400) -> SearchStrategy[int]:
 def data_sets(
     *, min_size: int = 0, max_size: int = 40, at: SearchStrategy[int] | None = None
 ) -> SearchStrategy[DataSet]:
-    """Data sets of unordered elements with ties in time, equal keys and equal elements.
+    """Data sets of unordered elements: bursts with ties in time, equal keys and equal elements.
 
     Args:
         min_size: The least number of elements.
         max_size: The greatest number of elements.
-        at: Where times come from; `times()` by default.
+        at: Where the times of bursts come from; `times()` by default.
     """
     from hypothesis import strategies as st
 
-    element = st.tuples(at if at is not None else times(), keys(), st.integers(0, 12))
-    return st.lists(element, min_size=min_size, max_size=max_size).map(tuple)
+    # Mostly the burst's own moment: what happens at one time is what goes wrong.
+    offset = st.sampled_from([0, 0, 0, _MS, _SECOND, 10 * _SECOND, 25 * _SECOND, 70 * _SECOND])
+    member = st.tuples(offset, keys(), st.integers(0, 12))
+    burst = st.tuples(at if at is not None else times(), st.lists(member, min_size=1, max_size=8))
+
+    def in_one(bursts: list[tuple[int, list[tuple[int, str, int]]]]) -> DataSet:
+        elements = [(start + later, *rest) for start, ms in bursts for later, *rest in ms]
+        return cast(DataSet, tuple(elements[:max_size]))
+
+    return st.lists(burst, min_size=min_size, max_size=max_size).map(in_one)
 
 
 def cuts(*, max_cuts: int = 5, aligned_to: Sequence[int] = ()) -> SearchStrategy[tuple[int, ...]]:
-    """One to `max_cuts` ascending boundaries.
+    """One to `max_cuts` ascending boundaries, some before and some beyond all data.
 
     Args:
         max_cuts: The greatest number of cuts.
         aligned_to: Moments (of elements, say) on, just before and just after which cuts fall too.
     """
-    from hypothesis import strategies as st
-
-    choices = [
-        times(),
-        st.sampled_from([-10_000 * _SECOND, 10_000 * _SECOND]),  # before and beyond all data
-    ]
-    if aligned_to:
-        moments = st.sampled_from(sorted({moment // _MS * _MS for moment in aligned_to}))
-        choices.append(st.builds(lambda m, by: m + by, moments, st.sampled_from([0, _MS, -_MS])))
-    return st.lists(st.one_of(choices), min_size=1, max_size=max_cuts, unique=True).map(
-        lambda chosen: tuple(sorted(chosen))
-    )
+    return _choices(max_cuts).map(lambda choices: _resolve(choices, aligned_to))
 
 
 def cut_histories(
     *, max_size: int = 40, max_cuts: int = 5
 ) -> SearchStrategy[tuple[DataSet, tuple[int, ...]]]:
     """A data set and the cuts of its history; some cuts fall exactly on elements."""
-    return data_sets(max_size=max_size).flatmap(lambda data: _with_cuts(data, max_cuts))
-
-
-def _with_cuts(data: DataSet, max_cuts: int) -> SearchStrategy[tuple[DataSet, tuple[int, ...]]]:
     from hypothesis import strategies as st
 
-    moments = [timestamp for timestamp, _, _ in data]
-    return st.tuples(st.just(data), cuts(max_cuts=max_cuts, aligned_to=moments))
+    def with_cuts(drawn: tuple[DataSet, list[_Choice]]) -> tuple[DataSet, tuple[int, ...]]:
+        data, choices = drawn
+        return data, _resolve(choices, [timestamp for timestamp, _, _ in data])
+
+    return st.tuples(data_sets(max_size=max_size), _choices(max_cuts)).map(with_cuts)
+
+
+_Choice = tuple[int | None, int]
+"""A cut: (index of the element that it is aligned to, or None; the moment, or the distance)."""
+
+
+def _choices(max_cuts: int) -> SearchStrategy[list[_Choice]]:
+    """Cuts before the data is known: drawn apart, data and cuts shrink apart."""
+    from hypothesis import strategies as st
+
+    outside = st.sampled_from([10_000 * _SECOND, -10_000 * _SECOND])
+    anywhere = st.tuples(st.none(), st.one_of(times(), outside))
+    aligned = st.tuples(st.integers(0, 39), st.sampled_from([0, _MS, -_MS]))
+    return st.lists(st.one_of(anywhere, aligned), min_size=1, max_size=max_cuts)
+
+
+def _resolve(choices: Sequence[_Choice], moments: Sequence[int]) -> tuple[int, ...]:
+    chosen = set()
+    for index, at in choices:
+        base = 0 if index is None or not moments else moments[index % len(moments)] // _MS * _MS
+        chosen.add(base + at)
+    return tuple(sorted(chosen))
 
 
 def intervals() -> SearchStrategy[int | None]:

@@ -525,6 +525,18 @@ def test_objects_in_cells_are_not_shared_with_the_author():
     assert cells == {"value": ["written"], "bag": [["written"]]}
 
 
+def test_unordered_states_are_equal_when_bags_differ_in_order_only():
+    def state(bag, carried):
+        return LoopState({("k", W): KeyedCells({"bag": bag, "value": (2, 1)}, {}, carried)}, 7)
+
+    x, y = Output(None, "x", 9 * S, W), Output("t", "y", 8 * S, W)
+    one, other = state([1, 2, 2], (x, y)), state([2, 1, 2], (y, x))
+    assert one != other
+    assert one.unordered() == other.unordered()
+    assert one.unordered() != state([1, 2], (x, y)).unordered()
+    assert one.unordered().boundary == 7
+
+
 # ----------------------------------------------------------------------------------- parameters
 
 
