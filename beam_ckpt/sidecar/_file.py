@@ -197,7 +197,7 @@ def _bytes_per_row(type: pa.DataType) -> int:
     if pa.types.is_struct(type):
         return 1 + sum(_bytes_per_row(field.type) for field in type)
     if pa.types.is_primitive(type):
-        return 1 + max(type.bit_width // 8, 1)
+        return 1 + max(int(type.bit_width) // 8, 1)
     return 5
 
 
