@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from apache_beam import coders
+from apache_beam.coders import coders
 from apache_beam.coders.coder_impl import StreamCoderImpl
+from apache_beam.coders.typecoders import registry
 from apache_beam.typehints import typehints
 
 __all__ = ["LiveOrRestored", "Restored"]
@@ -102,7 +103,7 @@ class _LiveOrRestoredCoderImpl(StreamCoderImpl):  # type: ignore[misc]
         return 1 + int(self._inner.estimate_size(value, nested))
 
 
-class _LiveOrRestoredCoder(coders.Coder):  # type: ignore[misc]
+class _LiveOrRestoredCoder(coders.FastCoder):  # type: ignore[misc]
     def __init__(self, inner: Any) -> None:
         self._inner = inner
 
@@ -113,8 +114,8 @@ class _LiveOrRestoredCoder(coders.Coder):  # type: ignore[misc]
         return bool(self._inner.is_deterministic())
 
     @classmethod
-    def from_type_hint(cls, typehint: Any, registry: Any) -> _LiveOrRestoredCoder:
-        return cls(registry.get_coder(typehint.inner))
+    def from_type_hint(cls, typehint: Any, coders: Any) -> _LiveOrRestoredCoder:
+        return cls(coders.get_coder(typehint.inner))
 
     def to_type_hint(self) -> Any:
         return LiveOrRestored[self._inner.to_type_hint()]  # type: ignore[index]
@@ -126,4 +127,4 @@ class _LiveOrRestoredCoder(coders.Coder):  # type: ignore[misc]
         return hash((_LiveOrRestoredCoder, self._inner))
 
 
-coders.registry.register_coder(LiveOrRestored, _LiveOrRestoredCoder)
+registry.register_coder(LiveOrRestored, _LiveOrRestoredCoder)

@@ -208,7 +208,7 @@ def saved_state(
                         window,
                     )
                     for output in record.carried
-                    if boundary is None or output.timestamp >= boundary
+                    if boundary is not None and output.timestamp >= boundary
                 ),
             )
     return {key: cells for key, cells in state.items() if cells != KeyedCells()}

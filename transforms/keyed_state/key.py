@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from apache_beam import coders
+from apache_beam.coders import coders
 from apache_beam.coders.coder_impl import StreamCoderImpl
 from apache_beam.utils.timestamp import Timestamp
 
@@ -57,7 +57,7 @@ class _BufferCoderImpl(StreamCoderImpl):  # type: ignore[misc]
         return timestamp, self._value.decode_from_stream(stream, nested)
 
 
-class BufferCoder(coders.Coder):  # type: ignore[misc]
+class BufferCoder(coders.FastCoder):  # type: ignore[misc]
     """Coder of the buffer's bag; the author's values keep the author's coder."""
 
     def __init__(self, value: Any) -> None:
@@ -188,7 +188,7 @@ class KeyState:
             self._sorted = False
 
     def peek(self, tie_coder: Any) -> tuple[int, int, Any] | None:
-        """The first element in the buffer by (millisecond, value encoded by `tie_coder`), if any."""
+        """The first element in the buffer, if any; ties within a millisecond by `tie_coder`."""
         if not self.control.buffered:
             return None
         self._read_aux()
