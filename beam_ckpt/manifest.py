@@ -542,11 +542,15 @@ def parse_record(cls: type[_R], data: bytes, *, where: str, limit: int = MAX_REC
     try:
         return cls.model_validate_json(text)
     except ValidationError as e:
-        issues = [
-            f"{'.'.join(map(str, err['loc'])) or 'record'}: {err['msg']}"
-            for err in e.errors(include_url=False, include_input=False, include_context=False)[:5]
-        ]
-        _refuse(where, "; ".join(issues)[:1000])
+        _refuse(where, describe(e))
+
+
+def describe(error: ValidationError) -> str:
+    """Says in a line which fields are wrong, without the values (which may be large)."""
+    found = error.errors(include_url=False, include_input=False, include_context=False)[:5]
+    return "; ".join(f"{'.'.join(map(str, e['loc'])) or 'record'}: {e['msg']}" for e in found)[
+        :1000
+    ]
 
 
 def _refuse(where: str, found: str) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from beam_ckpt.store._base import CheckpointArtifacts, CheckpointStore, StateChunk
+from beam_ckpt.store._copy import CopyReport, copy
 from beam_ckpt.store._open import (
     FileSystemCheckpointStore,
     MemoryCheckpointStore,
@@ -13,9 +14,11 @@ from beam_ckpt.store._open import (
 __all__ = [
     "CheckpointArtifacts",
     "CheckpointStore",
+    "CopyReport",
     "FileSystemCheckpointStore",
     "MemoryCheckpointStore",
     "ObjectStoreCheckpointStore",
     "StateChunk",
+    "copy",
     "open_store",
 ]

@@ -23,6 +23,7 @@ from beam_ckpt.manifest import (
     CheckpointManifest,
     FinalMarker,
     SidecarEntry,
+    describe,
     parse_record,
     sha256_hex,
 )
@@ -38,6 +39,7 @@ from beam_ckpt.retention import GcReport, PruneReport, RetentionPolicy
 
 __all__ = ["CheckpointArtifacts", "CheckpointStore", "StateChunk"]
 
+_WALKS = 4
 DEFAULT_MAX_STATE_DATA_BYTES = 512 * 1024 * 1024
 
 
@@ -346,13 +348,20 @@ class CheckpointStore(ABC):
         began = time.monotonic()
         skipped: list[SkippedCheckpoint] = []
         chosen: CheckpointManifest | None = None
-        for id in reversed(self.list_ids()):
-            facts = self._facts(id, deep=deep)
-            verdict = judge(facts)
-            if verdict is None:
-                chosen = facts.manifest
+        ids = self.list_ids()
+        for _ in range(_WALKS):
+            skipped.clear()
+            for id in reversed(ids):
+                facts = self._facts(id, deep=deep)
+                verdict = judge(facts)
+                if verdict is None:
+                    chosen = facts.manifest
+                    break
+                skipped.append(verdict)
+            # What was skipped may have been pruned under our eyes by a run that is still alive.
+            before, ids = ids, self.list_ids() if skipped else ids
+            if ids == before:
                 break
-            skipped.append(verdict)
         return RecoveryReport(
             chosen_id=None if chosen is None else chosen.id,
             chosen=chosen,
@@ -615,7 +624,7 @@ def _with_chunks(
     except ValidationError as e:
         raise InvalidCheckpointError(
             f"the state given for checkpoint {manifest.id} does not fit its manifest: "
-            f"{'; '.join(err['msg'] for err in e.errors())}. Nothing was written"
+            f"{describe(e)}. Nothing was written"
         ) from None
 
 

@@ -100,7 +100,7 @@ from beam_ckpt.store._base import (
 )
 from beam_ckpt.store._layout import Layout
 
-__all__ = ["BlobCheckpointStore"]
+__all__ = ["BlobCheckpointStore", "Stored"]
 
 MAX_INVENTORY = 65_536
 _CAS_ATTEMPTS = 32
@@ -133,7 +133,7 @@ class _Inventory:
 
 
 @dataclass(frozen=True)
-class _Stored:
+class Stored:
     """A manifest as it was read: its bytes are what a `.final` seals."""
 
     manifest: CheckpointManifest
@@ -272,7 +272,7 @@ class BlobCheckpointStore(CheckpointStore):
         found = self._get(key, MAX_RECORD_BYTES)
         return None if found is None else parse_record(cls, found[0], where=self._where(key))
 
-    def _read_manifest(self, id: int) -> _Stored | None:
+    def _read_manifest(self, id: int) -> Stored | None:
         key = self._paths.manifest(id)
         found = self._get(key, MAX_MANIFEST_BYTES)
         if found is None:
@@ -289,7 +289,7 @@ class BlobCheckpointStore(CheckpointStore):
                 f"{self._where(key)} is invalid: {'; '.join(issues)}. It may have been swapped "
                 "or copied: put the right object back"
             )
-        return _Stored(manifest.with_phase("prepared"), found[0])
+        return Stored(manifest.with_phase("prepared"), found[0])
 
     def _read_marker(self, id: int) -> FinalMarker | AbandonedMarker | None:
         key = self._paths.final(id)
@@ -309,7 +309,7 @@ class BlobCheckpointStore(CheckpointStore):
             )
         return marker
 
-    def _load(self, id: int) -> tuple[_Stored, FinalMarker | AbandonedMarker | None] | None:
+    def _load(self, id: int) -> tuple[Stored, FinalMarker | AbandonedMarker | None] | None:
         stored = self._read_manifest(id)
         if stored is None:
             return None
@@ -321,7 +321,7 @@ class BlobCheckpointStore(CheckpointStore):
                 "its .final marker was changed: copy both back from where they are whole"
             )
         if isinstance(marker, FinalMarker):
-            return _Stored(stored.manifest.with_phase("finalized"), stored.data), marker
+            return Stored(stored.manifest.with_phase("finalized"), stored.data), marker
         return stored, marker
 
     def load_by_id(self, id: int) -> CheckpointManifest | None:
@@ -406,9 +406,20 @@ class BlobCheckpointStore(CheckpointStore):
         return stored.manifest
 
     def load_latest(self) -> CheckpointManifest | None:
-        """See `CheckpointStore.load_latest`. At most three reads."""
+        """See `CheckpointStore.load_latest`. Three reads, unless writers are at work."""
         pointer, _ = self._read_pointer()
-        return None if pointer is None else self._follow(pointer)
+        return None if pointer is None else self._follow_moving(pointer)
+
+    def _follow_moving(self, pointer: Pointer) -> CheckpointManifest:
+        while True:
+            try:
+                return self._follow(pointer)
+            except InvalidCheckpointError:
+                # Its target may have been pruned since it was read, and the pointer moved on.
+                current, _ = self._read_pointer()
+                if current is None or current.id <= pointer.id:
+                    raise
+                pointer = current
 
     def _publish(self, target: Pointer) -> None:
         key = self._paths.latest
@@ -522,7 +533,7 @@ class BlobCheckpointStore(CheckpointStore):
         # Before anything is published: a broken pointer stays broken, and is named.
         pointer, _ = self._read_pointer()
         if pointer is not None and pointer.id > id:
-            self._follow(pointer)
+            self._follow_moving(pointer)
         run = stored.manifest.run
         if run is not None:
             self.check_generation(run.generation, run.run_id)
@@ -735,7 +746,7 @@ class BlobCheckpointStore(CheckpointStore):
 
     def _examine(self, id: int, *, deep: bool, prepared: bool) -> CheckpointFacts:
         issues: builtins.list[str] = []
-        stored: _Stored | None = None
+        stored: Stored | None = None
         marker: FinalMarker | AbandonedMarker | None = None
         try:
             stored = self._read_manifest(id)
@@ -947,7 +958,7 @@ class BlobCheckpointStore(CheckpointStore):
         facts = self._retention_facts(found)
         pointer, _ = self._read_pointer()
         if pointer is not None and not any(f.id == pointer.id and f.finalized for f in facts):
-            self._follow(pointer)  # published since the listing, or it raises
+            self._follow_moving(pointer)  # published since the listing, or it raises
         protected = set(self._protected(facts))
         if pointer is not None:
             protected.add(pointer.id)
