@@ -281,7 +281,7 @@ class Checkpoints:
         return (new, start) | "Entries" >> beam.Flatten() | "Commit" >> beam.ParDo(commit)
 
 
-class _Operator(beam.PTransform):  # type: ignore[misc]
+class _Operator(beam.PTransform[Any, Any]):
     """One operator: the author's DoFn in its wrapper, and its restore branch if there is one."""
 
     def __init__(
@@ -382,7 +382,7 @@ class _Operator(beam.PTransform):  # type: ignore[misc]
         job = self._job
         assert job.restored is not None
         key_type, value_type = pcoll.element_type.tuple_types
-        union = typehints.Tuple[key_type, LiveOrRestored[value_type]]  # type: ignore[index]
+        union = typehints.Tuple[key_type, LiveOrRestored[value_type]]
         live = pcoll | "Live" >> beam.Map(_same).with_output_types(union)
         saved = pcoll.pipeline | "Restore" >> ReadSaved(
             job._store, job.restored, operator, pcoll.windowing, union
@@ -408,7 +408,7 @@ class _Operator(beam.PTransform):  # type: ignore[misc]
         return {None: self._fn.infer_output_type(input_type) or typehints.Any}
 
 
-class CheckpointedParDo(beam.PTransform):  # type: ignore[misc]
+class CheckpointedParDo(beam.PTransform[Any, Any]):
     """A `beam.ParDo` of a stateful DoFn that can be stopped and started again anywhere.
 
     Args:

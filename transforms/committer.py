@@ -18,7 +18,7 @@ from typing import Any
 
 import apache_beam as beam
 from apache_beam.coders import coders
-from apache_beam.metrics import Metrics
+from apache_beam.metrics.metric import Metrics
 from apache_beam.transforms import userstate
 from apache_beam.transforms.window import TimestampedValue
 from apache_beam.utils.timestamp import Timestamp
@@ -124,9 +124,7 @@ class CommitFn(ClockedDoFn):
     def __reduce__(self) -> tuple[Any, ...]:
         return CommitFn, self._arguments
 
-    def process(  # type: ignore[override]
-        self, element: Any, sidecars: Any, progress: Any, clock: Any
-    ) -> None:
+    def process(self, element: Any, sidecars: Any, progress: Any, clock: Any) -> None:
         state = _Progress.load(progress)
         boundary, sidecar = element[1]
         if not sidecar:
@@ -145,7 +143,7 @@ class CommitFn(ClockedDoFn):
 
     def _on_clock(
         self, timestamp: Any, sidecars: Any, progress: Any, clock: Any
-    ) -> Iterator[TimestampedValue]:
+    ) -> Iterator[TimestampedValue[CheckpointResult]]:
         state = _Progress.load(progress)
         reached = timestamp.micros - 2 * MS
         if state.due is None or state.due > reached:

@@ -42,9 +42,7 @@ class Restored:
         return f"Restored({len(self.record)} bytes)"
 
 
-class LiveOrRestored(  # type: ignore[misc]  # Beam's TypeConstraint is untyped
-    typehints.TypeConstraint, metaclass=typehints.GetitemConstructor
-):
+class LiveOrRestored(typehints.TypeConstraint, metaclass=typehints.GetitemConstructor):
     """The type hint ``LiveOrRestored[V]``: a `V`, or a `Restored` record."""
 
     def __init__(self, inner: Any) -> None:
@@ -80,7 +78,7 @@ class LiveOrRestored(  # type: ignore[misc]  # Beam's TypeConstraint is untyped
         return f"LiveOrRestored[{self.inner!r}]"
 
 
-class _LiveOrRestoredCoderImpl(StreamCoderImpl):  # type: ignore[misc]
+class _LiveOrRestoredCoderImpl(StreamCoderImpl):
     def __init__(self, inner: Any) -> None:
         self._inner = inner
 
@@ -103,7 +101,7 @@ class _LiveOrRestoredCoderImpl(StreamCoderImpl):  # type: ignore[misc]
         return 1 + int(self._inner.estimate_size(value, nested))
 
 
-class _LiveOrRestoredCoder(coders.FastCoder):  # type: ignore[misc]
+class _LiveOrRestoredCoder(coders.FastCoder):
     def __init__(self, inner: Any) -> None:
         self._inner = inner
 
@@ -114,11 +112,11 @@ class _LiveOrRestoredCoder(coders.FastCoder):  # type: ignore[misc]
         return bool(self._inner.is_deterministic())
 
     @classmethod
-    def from_type_hint(cls, typehint: Any, coders: Any) -> _LiveOrRestoredCoder:
+    def from_type_hint(cls, typehint: Any, coders: Any) -> Any:
         return cls(coders.get_coder(typehint.inner))
 
     def to_type_hint(self) -> Any:
-        return LiveOrRestored[self._inner.to_type_hint()]  # type: ignore[index]
+        return LiveOrRestored[self._inner.to_type_hint()]
 
     def __eq__(self, other: object) -> bool:
         return type(other) is _LiveOrRestoredCoder and bool(other._inner == self._inner)

@@ -203,7 +203,7 @@ def check_compatible(
             refuse(f"cell {name!r} was saved with {cell.coder} and is now {now.coder}", back)
 
 
-class ReadSaved(beam.PTransform):  # type: ignore[misc]
+class ReadSaved(beam.PTransform[Any, Any]):
     """An operator's saved records: KV of key and `Restored`, in their own windows.
 
     Args:
@@ -239,7 +239,7 @@ class ReadSaved(beam.PTransform):  # type: ignore[misc]
         )
 
 
-class _GroupsFn(beam.DoFn):  # type: ignore[misc]
+class _GroupsFn(beam.DoFn):
     def __init__(self, groups: list[int]) -> None:
         self._groups = groups
 
@@ -247,7 +247,7 @@ class _GroupsFn(beam.DoFn):  # type: ignore[misc]
         yield from self._groups
 
 
-class _ReadGroupFn(beam.DoFn):  # type: ignore[misc]
+class _ReadGroupFn(beam.DoFn):
     """A key group to its live records, newest per key and window."""
 
     def __init__(self, store: CheckpointStore, checkpoint_id: int, operator: OperatorState) -> None:

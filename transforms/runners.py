@@ -20,7 +20,7 @@ from beam_ckpt.errors import PipelineRefusedError
 __all__ = ["AloneInItsStage", "DeclareWindowing", "prepare"]
 
 
-class DeclareWindowing(beam.ParDo):  # type: ignore[misc]
+class DeclareWindowing(beam.ParDo):
     """A ParDo whose output has the given windowing: its DoFn emits values with their windows.
 
     Beam's ``WindowInto`` would assign new windows and drop the allowed lateness.
@@ -34,12 +34,12 @@ class DeclareWindowing(beam.ParDo):  # type: ignore[misc]
         return self._windowing
 
 
-class _SameFn(beam.DoFn):  # type: ignore[misc]
+class _SameFn(beam.DoFn):
     def process(self, element: Any) -> Any:
         yield element
 
 
-class AloneInItsStage(beam.PTransform):  # type: ignore[misc]
+class AloneInItsStage(beam.PTransform[Any, Any]):
     """Keeps FnApiRunner from fusing the next stateful stage with this one; free on other runners.
 
     The timers of a fused stage fire in rounds with no watermark in between. A Flatten with an
@@ -114,6 +114,9 @@ def _give_bundle_based_timer_holds() -> None:
             result.keyed_watermark_holds[key] = min(pending, default=None)
         return result
 
-    evaluator.process_timer = process_timer_noting_key
-    evaluator.finish_bundle = finish_bundle_with_holds
-    evaluator._beam_ckpt_holds = True
+    for name, value in (
+        ("process_timer", process_timer_noting_key),
+        ("finish_bundle", finish_bundle_with_holds),
+        ("_beam_ckpt_holds", True),
+    ):
+        setattr(evaluator, name, value)

@@ -125,6 +125,7 @@ def read_signature(
     callbacks = tuple(
         _call(fn, timer._attached_callback.__name__, cell_index, timer_index, None, {})
         for timer in families
+        if timer._attached_callback is not None  # Beam has validated that there is one
     )
     return Signature(cells, tuple(_author_name(t) for t in families), process, callbacks)
 

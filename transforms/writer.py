@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import apache_beam as beam
 from apache_beam.coders import coders
-from apache_beam.metrics import Metrics
+from apache_beam.metrics.metric import Metrics
 from apache_beam.transforms import userstate
 from apache_beam.transforms.window import TimestampedValue
 from apache_beam.utils.timestamp import Timestamp
@@ -103,9 +103,7 @@ class WriteSidecarsFn(ClockedDoFn):
     def start_bundle(self) -> None:
         self._due = {}
 
-    def process(  # type: ignore[override]
-        self, element: Any, records: Any, progress: Any, clock: Any
-    ) -> None:
+    def process(self, element: Any, records: Any, progress: Any, clock: Any) -> None:
         key, item = element
         records.add(item)
         boundary: int = item[0]
@@ -169,7 +167,7 @@ class WriteSidecarsFn(ClockedDoFn):
                 for entry in reversed(state.chain)
             )
             table = merge_newest_first([table, *older], keep_tombstones=False)
-        kind = "full" if compact or not state.chain else "delta"
+        kind: Literal["full", "delta"] = "full" if compact or not state.chain else "delta"
         at = None if boundary >= DRAINED else boundary
         header = operator.header(key_group=key_group, boundary=at, kind=kind)
         entry = self._store.write_sidecar(

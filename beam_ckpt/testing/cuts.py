@@ -131,7 +131,8 @@ def _run(
         typed = elements | "Typed" >> beam.Map(_same).with_output_types(input_type)
         if tags:
             outputs = typed | "Subject" >> transform.with_outputs(*tags, main="main")
-            by_tag = {None: outputs["main"], **{tag: outputs[tag] for tag in tags}}
+            by_tag: dict[str | None, Any] = {tag: outputs[tag] for tag in tags}
+            by_tag[None] = outputs["main"]
         else:
             by_tag = {None: typed | "Subject" >> transform}
         for tag, pcoll in by_tag.items():
@@ -185,8 +186,8 @@ def saved_state(
         False,
     )
     hints = fn.get_type_hints()
-    output_types = {None: output_type or hints.simple_output_type("main")}
-    output_types.update(hints.tagged_output_types())
+    output_types: dict[str | None, Any] = {**hints.tagged_output_types()}
+    output_types[None] = output_type or hints.simple_output_type("main")
     state = {}
     for partition in manifest.operators[uid].partitions:
         tables = (

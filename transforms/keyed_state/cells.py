@@ -25,7 +25,7 @@ _UNREAD = object()
 _IMMUTABLE = frozenset({int, str, bytes, float, bool, type(None), complex})
 
 
-class ReadModifyWriteCell(userstate.ReadModifyWriteRuntimeState):  # type: ignore[misc]
+class ReadModifyWriteCell(userstate.ReadModifyWriteRuntimeState):
     """A value packed in the key's one cell: decoded at the first read, encoded once per bundle."""
 
     __slots__ = ("_coder", "_encoded", "_index", "_key", "_value")
@@ -113,7 +113,7 @@ class _GrowingCell:
             self._key.control.filled |= self._bit
 
 
-class BagCell(_GrowingCell, userstate.BagRuntimeState):  # type: ignore[misc]
+class BagCell(_GrowingCell, userstate.BagRuntimeState):
     """The author's bag."""
 
     def read(self) -> Iterable[Any]:
@@ -123,7 +123,7 @@ class BagCell(_GrowingCell, userstate.BagRuntimeState):  # type: ignore[misc]
         return values
 
 
-class SetCell(_GrowingCell, userstate.SetRuntimeState):  # type: ignore[misc]
+class SetCell(_GrowingCell, userstate.SetRuntimeState):
     """The author's set; what is read is a copy (one runner hands out its own)."""
 
     def read(self) -> set[Any]:
@@ -135,7 +135,7 @@ class SetCell(_GrowingCell, userstate.SetRuntimeState):  # type: ignore[misc]
         return tuple(sorted(super().encoded()))
 
 
-class TimerCell(userstate.BaseTimer):  # type: ignore[misc]
+class TimerCell(userstate.BaseTimer):
     """The author's event-time timer: a line in the key's memory; the runner knows one clock only.
 
     Times are cut to the millisecond, as Beam's Fn API does on its way to the runner.

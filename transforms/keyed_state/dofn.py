@@ -18,7 +18,7 @@ from typing import Any
 
 import apache_beam as beam
 from apache_beam.coders import coders
-from apache_beam.metrics import Metrics
+from apache_beam.metrics.metric import Metrics
 from apache_beam.pvalue import TaggedOutput
 from apache_beam.transforms import userstate
 from apache_beam.transforms.window import TimestampedValue
@@ -177,7 +177,7 @@ class StatefulWrapper(ClockedDoFn):
         return self._fn.teardown()
 
     # ------------------------------------------------------------------ elements
-    def process(  # type: ignore[override]
+    def process(
         self, element: Any, windowed: Any, control: Any, buffer: Any, *cells_and_clock: Any
     ) -> Iterable[Any]:
         key, value = element
@@ -335,7 +335,7 @@ class StatefulWrapper(ClockedDoFn):
         value, timestamp = coder.decode(output.value), Timestamp(micros=output.timestamp)
         if output.window:
             window = self._config.window_coder.decode(output.window)
-            stamped = WindowedValue(value, timestamp, (window,), PANE_INFO_UNKNOWN)
+            stamped: Any = WindowedValue(value, timestamp, (window,), PANE_INFO_UNKNOWN)
         else:
             stamped = TimestampedValue(value, timestamp)
         return stamped if output.tag is None else TaggedOutput(output.tag, stamped)

@@ -34,7 +34,7 @@ class Overflow:
         self.index, self.data = index, data
 
 
-class _BufferCoderImpl(StreamCoderImpl):  # type: ignore[misc]
+class _BufferCoderImpl(StreamCoderImpl):
     """Tag byte, then (timestamp, value) of a waiting element, or (cell index, bytes)."""
 
     def __init__(self, value: Any) -> None:
@@ -57,7 +57,7 @@ class _BufferCoderImpl(StreamCoderImpl):  # type: ignore[misc]
         return timestamp, self._value.decode_from_stream(stream, nested)
 
 
-class BufferCoder(coders.FastCoder):  # type: ignore[misc]
+class BufferCoder(coders.FastCoder):
     """Coder of the buffer's bag; the author's values keep the author's coder."""
 
     def __init__(self, value: Any) -> None:
