@@ -262,6 +262,11 @@ def test_timers_that_set_each_other_for_ever_are_reported():
         scripted([(1, "a=+1")], {"a:": "a=-1"}, until=9 * S, max_firings=50)
 
 
+def test_as_many_timers_as_there_are_elements_for_are_no_fault():
+    data = [(n, "a=+0.5") for n in range(60)]
+    assert len(scripted(data, max_firings=1).outputs) == 120
+
+
 def test_a_loop_of_timers_is_no_fault_when_there_is_a_cut():
     cut = scripted([(1, "a=+1")], {"a:": "a=+1"}, until=9 * S)
     assert [seconds for _, seconds in happened(cut)] == [1, 2, 3, 4, 5, 6, 7, 8]
