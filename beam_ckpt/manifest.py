@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import hashlib
 import json
 import os
+import re
 import threading
 import time
 import uuid
-from typing import Annotated, Final, Literal, NoReturn, Self, TypeVar
+from typing import Annotated, Final, Literal, NoReturn, Self, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -60,8 +62,9 @@ MAX_INLINE_TOTAL_BYTES = 8 * 1024 * 1024
 
 _U64 = 2**64 - 1
 # A legal manifest of the greatest size holds fewer; more would cost memory to no purpose.
-_MAX_VALUES = 700_000
-_MAX_CONTAINERS = 300_000
+_MAX_VALUES = 500_000
+_MAX_CONTAINERS = 200_000
+_MAX_KEYS = 65_536
 
 U64 = Annotated[int, Field(ge=0, le=_U64)]
 Id = Annotated[int, Field(ge=1, le=_U64)]
@@ -73,6 +76,9 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 RunId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}$")]
 Uid = Annotated[str, Field(min_length=1, max_length=256)]
 Crc32c = Annotated[int, Field(ge=0, le=2**32 - 1)]
+
+# No empty, "." or ".." segment, none that hides, no backslash, no control character.
+_SIDECAR_PATH = re.compile(r"state(/(?!\.)[^/\\\x00-\x1f\x7f]+){2,}")
 
 _uuid_lock = threading.Lock()
 _uuid_last = (0, 0)
@@ -111,14 +117,7 @@ def check_sidecar_path(path: str) -> str:
     Raises:
         ValueError: It is absolute, climbs, or names anything else.
     """
-    segments = path.split("/")
-    bad = (
-        len(path) > 1024
-        or "\\" in path
-        or any(ord(c) < 32 or ord(c) == 127 for c in path)
-        or any(s == "" or s.startswith(".") for s in segments)
-    )
-    if bad or segments[0] != "state" or len(segments) < 3:
+    if len(path) > 1024 or not _SIDECAR_PATH.fullmatch(path):
         raise ValueError(f"sidecar path {path[:200]!r} is not a plain relative path below state/")
     return path
 
@@ -538,19 +537,68 @@ def parse_record(cls: type[_R], data: bytes, *, where: str, limit: int = MAX_REC
     missing = [n for n in ("version", "format") if n in cls.model_fields and n not in raw]
     if missing:
         _refuse(where, f"no {missing[0]} field")
-    del raw
     try:
+        # pydantic collects every problem there is, which in a hostile record are many.
+        _stop_at_first(cls, raw, "")
+        del raw
         return cls.model_validate_json(text)
     except ValidationError as e:
         _refuse(where, describe(e))
+    except ValueError as e:
+        _refuse(where, str(e)[:1000])
+
+
+def _stop_at_first(cls: type[BaseModel], raw: object, at: str) -> None:
+    """Raises for the first part of a record that has not the shape of its model."""
+    if not isinstance(raw, dict):
+        raise ValueError(f"{at or 'record'}: a JSON {type(raw).__name__}, not an object")
+    shape = _shape(cls)
+    for name, value in raw.items():
+        if name not in shape:
+            raise ValueError(f"{at}{name[:100]}: Extra inputs are not permitted")
+        mapping, inner = shape[name]
+        if mapping and isinstance(value, dict):
+            for key, item in value.items():
+                if inner is not None:
+                    _stop_at_first(inner, item, f"{at}{name}.{key[:100]}.")
+                elif not isinstance(item, str):
+                    raise ValueError(f"{at}{name}.{key[:100]}: Input should be a valid string")
+        elif inner is not None and isinstance(value, list):
+            for index, item in enumerate(value):
+                _stop_at_first(inner, item, f"{at}{name}.{index}.")
+        elif inner is not None and value is not None:
+            _stop_at_first(inner, value, f"{at}{name}.")
+    if any(inner for _, inner in shape.values()):
+        for name, field in cls.model_fields.items():
+            if field.is_required() and name not in raw:
+                raise ValueError(f"{at}{name}: Field required")
+    else:
+        try:
+            cls.model_validate(raw)
+        except ValidationError as e:
+            raise ValueError(f"{at}{describe(e)}") from None
+
+
+@functools.cache
+def _shape(cls: type[BaseModel]) -> dict[str, tuple[bool, type[BaseModel] | None]]:
+    """Of each field: whether it is a mapping, and the model in it if there is one."""
+    return {
+        name: (get_origin(field.annotation) is dict, _inner_model(field.annotation))
+        for name, field in cls.model_fields.items()
+    }
+
+
+def _inner_model(annotation: object) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((m for a in get_args(annotation) if (m := _inner_model(a)) is not None), None)
 
 
 def describe(error: ValidationError) -> str:
     """Says in a line which fields are wrong, without the values (which may be large)."""
     found = error.errors(include_url=False, include_input=False, include_context=False)[:5]
-    return "; ".join(f"{'.'.join(map(str, e['loc'])) or 'record'}: {e['msg']}" for e in found)[
-        :1000
-    ]
+    parts = [f"{'.'.join(map(str, e['loc'])) or 'record'}: {e['msg']}" for e in found]
+    return "; ".join(parts)[:1000]
 
 
 def _refuse(where: str, found: str) -> NoReturn:
@@ -561,6 +609,8 @@ def _refuse(where: str, found: str) -> NoReturn:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    if len(pairs) > _MAX_KEYS:
+        raise ValueError(f"an object with {len(pairs)} keys")
     found = dict(pairs)
     if len(found) != len(pairs):
         seen = set[str]()

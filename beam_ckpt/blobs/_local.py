@@ -88,12 +88,11 @@ class LocalBlobs(Blobs):
         while True:
             try:
                 mode = os.stat(above).st_mode
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 above = os.path.dirname(above)
                 continue
-            except NotADirectoryError:
-                above = os.path.dirname(above)
-                continue
+            except OSError:  # it cannot be looked at: whoever uses it is told why
+                return
             if not stat.S_ISDIR(mode):
                 raise StoreUrlError(
                     f"the store {self._root} cannot be a directory: {above} is a file. "
@@ -132,6 +131,7 @@ class LocalBlobs(Blobs):
                 os.mkdir(directory)
             # Also when another process made it: its fsync may not have happened yet.
             _sync_directory(os.path.dirname(directory))
+        self._refuse_symlinks(os.path.join(path, "x"), os.path.relpath(path, self._root))
         self._made.add(path)
 
     # -- writes --------------------------------------------------------------------------

@@ -762,9 +762,8 @@ class BlobCheckpointStore(CheckpointStore):
             issues += seal_issues(marker, stored.manifest, stored.data)
             try:
                 deployment_id = self.deployment_id
-            except InvalidCheckpointError as e:
-                issues.append(str(e))
-                deployment_id = ""
+            except InvalidCheckpointError:
+                deployment_id = ""  # a damaged namespace.json takes no checkpoint with it
             issues += binding_issues(
                 stored.manifest,
                 id=id,

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from beam_ckpt.store import FileSystemCheckpointStore, MemoryCheckpointStore
+from beam_ckpt.store import (
+    FileSystemCheckpointStore,
+    MemoryCheckpointStore,
+    ObjectStoreCheckpointStore,
+)
+from beam_ckpt.testing.gcs import GcsBucket
 from beam_ckpt.testing.store import BlobStoreSuite, Opener
 
 
@@ -22,3 +27,13 @@ class TestMemoryStore(BlobStoreSuite):
     def opener(self) -> Opener[MemoryCheckpointStore]:
         name = uuid.uuid4().hex
         return lambda at="", **options: MemoryCheckpointStore(f"{name}-{at}", **options)
+
+
+class TestObjectStore(BlobStoreSuite):
+    """Through gcsfs, on a real fake-gcs-server."""
+
+    @pytest.fixture
+    def opener(self, gcs_bucket: GcsBucket) -> Opener[ObjectStoreCheckpointStore]:
+        return lambda at="", **options: ObjectStoreCheckpointStore(
+            f"{gcs_bucket.url}/root/{at}", **options, **gcs_bucket.options
+        )
