@@ -354,11 +354,11 @@ class Row(Codec):
                 parts.append(column)
             else:
                 parts.append(codec.write(column))
-        masked = mask.any(axis=1)
+        masked: Flags = np.any(mask, axis=1)
         if not masked.any():
             return _join(pa.scalar(self._head + b"\0", _BINARY), *parts)
         mask[masked, 0] = self._mask_size
-        sizes = 1 + self._mask_size * masked
+        sizes = np.where(masked, 1 + self._mask_size, 1)
         kept = masked[:, None] | (np.arange(1 + self._mask_size) == 0)
         masks = _binary(_offsets(sizes), mask[kept])
         return _join(pa.scalar(self._head, _BINARY), masks, *parts)

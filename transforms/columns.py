@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, repeat
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
@@ -416,7 +416,7 @@ class OperatorState:
     def _naming(self, what: str) -> Iterator[None]:
         try:
             yield
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise InvalidCheckpointError(
                 f"{what} of operator {self.uid!r}: a value is not what the coder writes: {error}. "
                 "The state was damaged, or was saved with another coder."
@@ -432,8 +432,8 @@ def _binary(values: Iterable[bytes | None]) -> pa.BinaryArray:
     array = pa.array(values, _BINARY)
     if isinstance(array, pa.ChunkedArray):
         raise CheckpointTooLargeError(
-            f"a column has {array.nbytes} bytes in {len(array)} rows, more than 2 GiB in one piece: "
-            "keep less under one key, or use more key groups."
+            f"a column has {array.nbytes} bytes in {len(array)} rows, too many for one piece: keep "
+            "less under one key, or use more key groups."
         )
     return array
 
@@ -467,7 +467,7 @@ class _OneValue:
         self.type = self._codec.type
 
     def read(self, values: Sequence[_CellValue]) -> pa.Array:
-        return read_column(self._codec, _binary(values))
+        return read_column(self._codec, _binary(cast("Sequence[bytes | None]", values)))
 
     def write(self, column: pa.Array) -> Iterable[_CellValue]:
         return _objects(write_column(self._codec, column))
@@ -483,7 +483,7 @@ class _ManyValues:
         self.type = pa.list_(pa.field("element", codec.type))
 
     def read(self, values: Sequence[_CellValue]) -> pa.Array:
-        lists = [value or () for value in values]
+        lists = [value or () for value in cast("Sequence[tuple[bytes, ...] | None]", values)]
         items = _binary(list(chain.from_iterable(lists)))
         return _lists(lists, read_column(self._codec, items), self.type)
 

@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from beam_ckpt.errors import CheckpointTooLargeError, InvalidCheckpointError
+from beam_ckpt.errors import CheckpointError, CheckpointTooLargeError, InvalidCheckpointError
+from beam_ckpt.sidecar._bounds import decoded_size
 from beam_ckpt.sidecar._order import in_order
 from beam_ckpt.sidecar._schema import KEY, SidecarHeader, check_columns
 
@@ -32,11 +33,6 @@ _MAGIC = b"PAR1"
 _SEAL = b"BCKP\x01"
 _SEAL_SIZE = len(_SEAL) + 8
 _TAIL_SIZE = 4 + len(_MAGIC)
-_MAX_ROW_GROUPS = 1 << 16
-
-# No dictionaries: with them a small file can hold columns of any size, and a reader cannot know
-# before it has them in memory. Zstandard finds the same repetitions.
-_ENCODINGS = {"PLAIN", "RLE", "BIT_PACKED"}
 
 
 def encode_sidecar(
@@ -61,11 +57,7 @@ def encode_sidecar(
     """
     where = f"the table for operator {header.operator!r}, key group {header.key_group}"
     check_columns(header, table.schema, where=where)
-    if table.nbytes > max_decoded_bytes:
-        raise CheckpointTooLargeError(
-            f"{where} has {table.nbytes} bytes, the limit is {max_decoded_bytes}: use more key "
-            "groups, or raise the limit."
-        )
+    _check_limit(len(table), table.nbytes, max_decoded_bytes, where)
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(
         sink,
@@ -73,6 +65,7 @@ def encode_sidecar(
         version="2.6",
         compression="zstd",
         compression_level=1,
+        data_page_version="1.0",
         use_dictionary=False,
         write_statistics=_leaves(table.schema, (KEY, "_key", "_window", "_deleted", "_updated")),
         write_page_checksum=True,
@@ -81,7 +74,10 @@ def encode_sidecar(
     ) as writer:
         writer.write_table(table, row_group_rows)
         writer.add_key_value_metadata({_METADATA_KEY: header.to_json()})
-    return _seal(memoryview(sink.getvalue()))
+    data = _seal(memoryview(sink.getvalue()))
+    # What is written can be read: the measure is that of the reader.
+    _check_limit(*decoded_size(data, table.schema), max_decoded_bytes, where)
+    return data
 
 
 def decode_sidecar(
@@ -105,21 +101,24 @@ def decode_sidecar(
     # From here on the bytes are the ones that were written, by this library or by somebody who
     # imitates it, so what Arrow may raise over them is not ours to enumerate.
     try:
-        file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
-        schema = file.schema_arrow
+        return _read(data, where, max_decoded_bytes)
+    except CheckpointError:
+        raise
     except Exception as error:
         _not_a_sidecar(where, error)
+
+
+def _read(data: bytes, where: str, limit: int) -> tuple[SidecarHeader, pa.Table]:
+    file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
     encoded_header = (file.metadata.metadata or {}).get(_METADATA_KEY)
     if encoded_header is None:
         _not_a_sidecar(where, "it has no header")
     header = SidecarHeader.from_json(encoded_header, where=where)
+    schema = file.schema_arrow
     check_columns(header, schema, where=where)
-    _check_sizes(file.metadata, schema, len(data), where, max_decoded_bytes)
-    try:
-        table = file.read()
-        table.validate(full=True)
-    except Exception as error:
-        _not_a_sidecar(where, error)
+    _check_limit(*decoded_size(data, schema), limit, where)
+    table = file.read()
+    table.validate(full=True)
     if not in_order(table):
         _not_a_sidecar(where, "its rows are not in order, or one occurs twice")
     return header, table.replace_schema_metadata(None)
@@ -151,54 +150,12 @@ def _check_seal(data: bytes, where: str) -> None:
         _not_a_sidecar(where, f"its xxh3-64 is {found.hex()}, it was sealed as {sealed.hex()}")
 
 
-def _check_sizes(
-    metadata: pq.FileMetaData, schema: pa.Schema, size: int, where: str, limit: int
-) -> None:
-    if metadata.num_row_groups > _MAX_ROW_GROUPS:
-        _not_a_sidecar(where, f"it has {metadata.num_row_groups} row groups")
-    rows = 0
-    decoded = 0
-    compressed = 0
-    per_row = sum(_bytes_per_row(field.type) for field in schema)
-    for i in range(metadata.num_row_groups):
-        group = metadata.row_group(i)
-        keys = 0
-        for j in range(group.num_columns):
-            chunk = group.column(j)
-            if not _ENCODINGS.issuperset(chunk.encodings) or chunk.has_dictionary_page:
-                _not_a_sidecar(
-                    where, f"column {chunk.path_in_schema} is encoded as {chunk.encodings}"
-                )
-            # Lists have as many values as their column chunk says, each of at most 16 bytes and an
-            # offset beside the bytes that are counted as uncompressed.
-            values = max(chunk.num_values - group.num_rows, 0)
-            if min(chunk.num_values, chunk.total_uncompressed_size, group.num_rows) < 0:
-                _not_a_sidecar(where, "it speaks of negative sizes")
-            decoded += chunk.total_uncompressed_size + 24 * values
-            compressed += chunk.total_compressed_size
-            if chunk.path_in_schema == "_key":
-                keys = chunk.total_uncompressed_size
-        # Plain byte strings come after their length in four bytes.
-        if 4 * group.num_rows > keys:
-            _not_a_sidecar(where, f"{keys} bytes cannot hold {group.num_rows} keys")
-        rows += group.num_rows
-    if rows != metadata.num_rows or compressed > size:
-        _not_a_sidecar(where, "the sizes it speaks of contradict each other")
-    decoded += rows * per_row
-    if decoded > 2 * limit:
+def _check_limit(rows: int, size: int, limit: int, where: str) -> None:
+    if size > limit:
         raise CheckpointTooLargeError(
-            f"{where} says that it has {rows} rows and up to {decoded} bytes decoded, the limit is "
-            f"{limit}: raise the limit if you know the file, else restore from an older checkpoint."
+            f"{where} has {rows} rows that can take {size} bytes in memory, the limit is {limit}: "
+            "use more key groups, or raise the limit."
         )
-
-
-def _bytes_per_row(type: pa.DataType) -> int:
-    """Returns what a row takes in memory beside the bytes of strings and the items of lists."""
-    if pa.types.is_struct(type):
-        return 1 + sum(_bytes_per_row(field.type) for field in type)
-    if pa.types.is_primitive(type):
-        return 1 + max(int(type.bit_width) // 8, 1)
-    return 5
 
 
 def _leaves(schema: pa.Schema, columns: Sequence[str]) -> list[str]:

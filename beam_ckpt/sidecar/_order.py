@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -52,8 +50,10 @@ def _ascending(keys: pa.BinaryArray, windows: pa.BinaryArray) -> pa.Array:
     bytes in which keys differ, and only those that are alike in these are compared in full.
     """
     extremes = pc.min_max(keys)
-    skipped = len(os.path.commonprefix([extremes["min"].as_py(), extremes["max"].as_py()]))
-    words = _words(keys, skipped)
+    first, last = extremes["min"].as_py(), extremes["max"].as_py()
+    # All keys begin with what the first and the last one have in common.
+    shared = (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
+    words = _words(keys, next(shared, min(len(first), len(last))))
     order = np.argsort(words)
     words = words[order]
     alike = words[:-1] == words[1:]
@@ -80,7 +80,8 @@ def _words(values: pa.BinaryArray, skip: int) -> npt.NDArray[np.uint64]:
     padded = np.zeros(len(data) + 8, np.uint8)
     padded[: len(data)] = data
     every = np.ndarray((len(data) + 1,), ">u8", padded, strides=(1,))
-    words = every[np.minimum(offsets[:-1] + skip, len(data))].astype(np.uint64)
+    starts = np.minimum(offsets[:-1] + skip, len(data))
+    words: npt.NDArray[np.uint64] = every[starts].astype(np.uint64)
     unused = ((8 - lengths) * 8).astype(np.uint64)
     # A shift by all 64 bits is not defined: by 63 and one more.
     shorter = unused == 64
