@@ -630,17 +630,20 @@ class GcsBlobs(Blobs):
         self._client().buckets.setdefault(self._bucket, None)
         if meta.size == len(data) and meta.crc32c in (None, crc32c(data)):
             return meta
-        # A server that checks the declared crc32c, as Google's does, never comes here. Taken back:
-        # that generation and no other.
-        self._ask(
-            _Request("DELETE", self._object_url(key), {"ifGenerationMatch": meta.version}),
-            self._where(key),
-        )
+        # A server that checks the declared crc32c, as Google's does, never comes here.
+        self._take_back(meta)
         raise CheckpointStorageError(
             errno.EIO,
             f"{self._where(key)}: the server stored {meta.size} bytes with another crc32c than the "
             f"{len(data)} that were sent, and they were deleted again: run again, and check what "
             "is between this machine and Cloud Storage",
+        )
+
+    def _take_back(self, meta: BlobMeta) -> None:
+        """Deletes one generation and no other."""
+        self._ask(
+            _Request("DELETE", self._object_url(meta.key), {"ifGenerationMatch": meta.version}),
+            self._where(meta.key),
         )
 
     def _read_back(self, key: str) -> dict[str, Any] | None:
@@ -773,8 +776,13 @@ class GcsBlobs(Blobs):
             outcome = self._client().send(self._chunk(session, data, offset))
             if isinstance(outcome, _Reply):
                 if outcome.status in (200, 201):
-                    return self._stored(outcome, key, data)
-                if outcome.status == 308:
+                    meta = self._meta(outcome.json(), where)
+                    if offset is not None or meta.size == len(data):
+                        return self._stored(outcome, key, data)
+                    # Asked how far it has got, fake-gcs-server ends the upload there.
+                    self._take_back(meta)
+                    session, outcome = None, _Failure("the server ended the upload early")
+                elif outcome.status == 308:
                     reached = re.fullmatch(r"bytes=0-(\d+)", outcome.headers.get("Range", ""))
                     asked, offset = offset is None, int(reached[1]) + 1 if reached else 0
                     if offset < len(data):

@@ -3,6 +3,10 @@
 Faults come by rule (the next n requests that match) or by a seeded random schedule. The proxy
 also counts requests by kind, which is how the benchmarks know what a commit costs.
 
+In one thing it corrects the server: asked how far a resumable upload has got, fake-gcs-server
+ends the upload there. The proxy answers such questions itself, as Google documents them
+(https://cloud.google.com/storage/docs/performing-resumable-uploads#status-check).
+
 Example:
     >>> with run_gcs_server() as server, FaultProxy(server.url) as proxy:   # doctest: +SKIP
     ...     bucket = server.create_bucket()
@@ -167,9 +171,11 @@ class FaultProxy:
 
     Args:
         upstream: URL of the server.
+        answer_upload_status: Whether the proxy answers how far a resumable upload has got.
     """
 
-    def __init__(self, upstream: str) -> None:
+    def __init__(self, upstream: str, *, answer_upload_status: bool = True) -> None:
+        self._answer_upload_status = answer_upload_status
         self._upstream = upstream.rstrip("/")
         self._lock = threading.Lock()
         self._rules: list[_Rule] = []
@@ -178,6 +184,8 @@ class FaultProxy:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._late: set[asyncio.Task[None]] = set()
+        #: By upload session, the server's last answer: 308 with a range, or the object.
+        self._uploads: dict[str, tuple[int, dict[str, str], bytes]] = {}
         self._url = ""
 
     @property
@@ -345,6 +353,10 @@ class FaultProxy:
     ) -> tuple[int, dict[str, str], bytes]:
         from yarl import URL
 
+        session = request.raw_path if "upload_id=" in request.raw_path else None
+        asked = request.headers.get("Content-Range", "").startswith("bytes */")
+        if session is not None and asked and self._answer_upload_status:
+            return self._uploads.get(session, (308, {}, b""))
         # Paths hold encoded slashes, and signatures cover the host: both go through untouched.
         headers = {k: v for k, v in request.headers.items() if k.lower() not in _HOP}
         async with self._session.request(
@@ -362,6 +374,8 @@ class FaultProxy:
             }
             if "Location" in kept:
                 kept["Location"] = kept["Location"].replace(self._upstream, self._url)
+            if session is not None and response.status in (200, 201, 308):
+                self._uploads[session] = (response.status, kept, answer)
             return response.status, kept, answer
 
 
