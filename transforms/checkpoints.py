@@ -56,7 +56,6 @@ Seconds = int | float | Timestamp | Duration
 """Event time in seconds, or Beam's own type for it; whole milliseconds."""
 
 _RECORD = tuple[int, tuple[int, bytes]]
-_MAX_FILES = 8
 
 # Operators and stores of each pipeline: uids name timer families, stores have one committer.
 _UIDS: weakref.WeakKeyDictionary[beam.Pipeline, set[str]] = weakref.WeakKeyDictionary()
@@ -84,6 +83,7 @@ class Checkpoints:
             or ``"accept"`` the older one.
         on_missing: What to do with saved operators and cells that the pipeline no longer has:
             ``"error"`` or ``"drop"``.
+        max_files_per_group: When a key group has that many files, its next one is a full one.
 
     Raises:
         PipelineRefusedError: A setting cannot be right.
@@ -102,14 +102,21 @@ class Checkpoints:
         key_groups: int = 128,
         on_fallback: Literal["refuse", "accept"] = "refuse",
         on_missing: Literal["error", "drop"] = "error",
+        max_files_per_group: int = 8,
     ) -> None:
         prepare(pipeline)
         _check_choice("on_fallback", on_fallback, ("refuse", "accept"))
         _check_choice("on_missing", on_missing, ("error", "drop"))
         check_key_group_count(key_groups)
+        if max_files_per_group < 1:
+            raise PipelineRefusedError(
+                f"max_files_per_group={max_files_per_group}. What to do: give 1 (every checkpoint "
+                "is full) or more."
+            )
         self._pipeline = pipeline
         self._keep = KeepLast(keep) if isinstance(keep, int) else keep
         self._key_groups, self._on_missing = key_groups, on_missing
+        self._max_files = max_files_per_group
         self._epochs = Epochs(_micros("every", every), _micros("until", until))
         if self._epochs.every is not None and self._epochs.every <= 0:
             raise PipelineRefusedError(
@@ -252,7 +259,7 @@ class Checkpoints:
             self._run_id,
             self._operators,
             None if base is None or self._rewrites else base.id,
-            _MAX_FILES,
+            self._max_files,
             name,
         )
         commit = CommitFn(
@@ -418,8 +425,8 @@ class CheckpointedParDo(beam.PTransform[Any, Any]):
         store: A path, a URL, or a `~beam_ckpt.CheckpointStore`.
         time_sorted: Give the DoFn its elements in event-time order per key, ties by their encoded
             value; then its outputs are the same on every runner.
-        every: See `Checkpoints`. So are `until`, `restore`, `keep`, `key_groups`, `on_fallback`
-            and `on_missing`.
+        every: See `Checkpoints`. So are `until`, `restore`, `keep`, `key_groups`,
+            `on_fallback`, `on_missing` and `max_files_per_group`.
         **kwargs: Static arguments of ``process``.
 
     Returns:
@@ -444,6 +451,7 @@ class CheckpointedParDo(beam.PTransform[Any, Any]):
         time_sorted: bool = False,
         on_fallback: Literal["refuse", "accept"] = "refuse",
         on_missing: Literal["error", "drop"] = "error",
+        max_files_per_group: int = 8,
         **kwargs: Any,
     ) -> None:
         super().__init__()
@@ -463,6 +471,7 @@ class CheckpointedParDo(beam.PTransform[Any, Any]):
             "key_groups": key_groups,
             "on_fallback": on_fallback,
             "on_missing": on_missing,
+            "max_files_per_group": max_files_per_group,
         }
         self._outputs: tuple[tuple[str, ...], str | None] | None = None
 

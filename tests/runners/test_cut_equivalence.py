@@ -1,0 +1,209 @@
+"""Cut equivalence on real runners: a history with cuts gives what one uninterrupted run gives.
+
+The reference is the plain event loop of `beam_ckpt.testing.event_loop`, which has no runner in it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+
+from beam_ckpt import open_store
+from beam_ckpt.testing.cuts import run_checkpointed, saved_state
+from beam_ckpt.testing.event_loop import KeyedCells, canonical, run_event_loop
+from beam_ckpt.testing.strategies import (
+    DataSet,
+    cuts,
+    data_sets,
+    intervals,
+    key_group_counts,
+    stream_plans,
+)
+from beam_ckpt.testing.streams import StreamPlan
+from beam_ckpt.testing.subjects import ORDER_FREE, ORDERED, TAGS, Subject
+
+SUBJECTS = (*ORDER_FREE, *ORDERED)
+RUNNERS = {"FnApiRunner": False, "BundleBasedDirectRunner": True}
+FEW = settings(max_examples=40, derandomize=True)
+MANY = settings(max_examples=200)
+
+
+@dataclass(frozen=True)
+class History:
+    """What one example is about: a pipeline, its data, and where it is cut."""
+
+    subject: Subject
+    data: DataSet
+    source: StreamPlan | DataSet
+    cuts: tuple[int, ...]
+    key_groups: tuple[int, ...]
+    every: int | None
+
+
+@st.composite
+def histories(draw: st.DrawFn, streaming: bool) -> History:
+    subject = draw(st.sampled_from(SUBJECTS))
+    data = draw(data_sets(max_size=25))
+    boundaries = draw(cuts(max_cuts=2, aligned_to=[timestamp for timestamp, _, _ in data]))
+    groups = draw(st.tuples(*[key_group_counts()] * (len(boundaries) + 1)))
+    source = draw(stream_plans(data)) if streaming else data
+    every = draw(st.one_of(st.none(), intervals()))
+    if every is not None and every < 50_000_000:
+        every = 50_000_000  # Shorter ones make many wake-ups and show nothing more.
+    return History(subject, data, source, boundaries, groups, every)
+
+
+def comparable(state):
+    """State with bags as multisets and carried outputs in no order."""
+    return {
+        key: KeyedCells(
+            {
+                name: sorted(value, key=repr) if isinstance(value, list) else value
+                for name, value in kept.cells.items()
+            },
+            dict(kept.timers),
+            tuple(canonical(kept.carried)),
+        )
+        for key, kept in state.items()
+    }
+
+
+def run(history: History, runner: str, store, key_groups: int, **settings):
+    return run_checkpointed(
+        history.subject.fn,
+        history.source,
+        runner=runner,
+        store=store,
+        tags=TAGS,
+        time_sorted=history.subject.time_sorted,
+        key_groups=key_groups,
+        **settings,
+    )
+
+
+def check_restarts(history: History, runner: str) -> None:
+    """Run after run, each until the next cut: outputs together, and state at each cut."""
+    subject, data = history.subject, history.data
+    with tempfile.TemporaryDirectory() as root:
+        store = open_store(root)
+        outputs, reference = [], None
+        for cut, key_groups in zip((*history.cuts, None), history.key_groups, strict=True):
+            until = None if cut is None else cut / 1_000_000
+            every = None if history.every is None else history.every / 1_000_000
+            if reference is not None and reference.boundary is None:
+                every = None
+            part = run(history, runner, store, key_groups, until=until, every=every)
+            outputs += part.outputs
+            expected = run_event_loop(subject.fn, data, until=cut, restored=reference)
+            reference = expected.state
+            note(f"cut {cut}: {len(part.outputs)} outputs, {part.metrics}")
+            assert comparable(saved_state(store, subject.fn)) == comparable(expected.state)
+            assert store.load_latest().boundary == cut
+            assert canonical(part.outputs) == canonical(expected.outputs)
+        assert canonical(outputs) == canonical(run_event_loop(subject.fn, data).outputs)
+
+
+def check_epochs(history: History, runner: str, every: int, pick: int) -> None:
+    """One run with many checkpoints: each holds its cut, and any of them can be gone on from."""
+    subject, data = history.subject, history.data
+    with tempfile.TemporaryDirectory() as root:
+        store = open_store(root)
+        settings = {"every": every / 1_000_000, "keep": 10_000}
+        first, *_, last = history.key_groups
+        whole = run(history, runner, store, first, **settings)
+        loop = run_event_loop(subject.fn, data)
+        assert canonical(whole.outputs) == canonical(loop.outputs)
+        ids = store.list_ids()
+        for checkpoint_id in ids:
+            manifest = store.load_by_id(checkpoint_id)
+            assert manifest.durable_phase == "finalized"
+            at_cut = run_event_loop(subject.fn, data, until=manifest.boundary)
+            saved = saved_state(store, subject.fn, checkpoint_id=checkpoint_id)
+            assert comparable(saved) == comparable(at_cut.state), manifest.boundary
+        dated = [i for i in ids if store.load_by_id(i).boundary is not None]
+        if not dated:
+            return
+        chosen = dated[pick % len(dated)]
+        before = run_event_loop(subject.fn, data, until=store.load_by_id(chosen).boundary)
+        rest = run(history, runner, store, last, restore=chosen, **settings)
+        assert canonical(before.outputs + rest.outputs) == canonical(loop.outputs)
+        assert comparable(saved_state(store, subject.fn)) == comparable(loop.state)
+
+
+@st.composite
+def epochs(draw: st.DrawFn, streaming: bool) -> tuple[History, int, int]:
+    history = draw(histories(streaming))
+    every = draw(st.sampled_from([50_000_000, 100_000_000, 61_001_000]))
+    return history, every, draw(st.integers(0, 20))
+
+
+def property_of(check, examples, runner: str, strategy) -> None:
+    @examples
+    @given(example=strategy)
+    def holds(example):
+        check(*example, runner=runner) if isinstance(example, tuple) else check(example, runner)
+
+    holds()
+
+
+def _epochs(history: History, every: int, pick: int, *, runner: str) -> None:
+    check_epochs(history, runner, every, pick)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_restarts_from_cut_to_cut_give_what_one_run_gives(runner):
+    property_of(check_restarts, FEW, runner, histories(RUNNERS[runner]))
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_every_checkpoint_of_a_run_is_its_cut(runner):
+    property_of(_epochs, settings(FEW, max_examples=15), runner, epochs(RUNNERS[runner]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_restarts_from_cut_to_cut_give_what_one_run_gives_at_length(runner):
+    property_of(check_restarts, MANY, runner, histories(RUNNERS[runner]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_every_checkpoint_of_a_run_is_its_cut_at_length(runner):
+    property_of(_epochs, settings(MANY, max_examples=60), runner, epochs(RUNNERS[runner]))
+
+
+def test_the_strategies_reach_what_they_are_for():
+    """Guards the property against examples that show nothing: cuts in the data, several keys."""
+    seen: Sequence[str] = set()
+
+    @settings(max_examples=200, derandomize=True, database=None)
+    @given(histories(True))
+    def look(history: History) -> None:
+        times = [timestamp for timestamp, _, _ in history.data]
+        if any(min(times, default=0) < cut <= max(times, default=0) for cut in history.cuts):
+            seen.add("a cut within the data")
+        if len({key for _, key, _ in history.data}) > 2:
+            seen.add("several keys")
+        if len(set(history.key_groups)) > 1:
+            seen.add("another number of key groups")
+        if history.source.elements != sorted(history.source.elements):
+            seen.add("disorder")
+        seen.add(history.subject.name)
+
+    look()
+    assert {
+        "a cut within the data",
+        "several keys",
+        "another number of key groups",
+        "disorder",
+    } <= seen
+    assert {subject.name for subject in SUBJECTS} <= seen
