@@ -1,0 +1,69 @@
+"""The README does what it says: its Python blocks run, its shell commands exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("readme")
+
+
+@pytest.fixture(scope="module")
+def printed(folder: Path) -> str:
+    """What the Python blocks print when they are pasted into one file, one after the other."""
+    script = folder / "example.py"
+    script.write_text("\n".join(blocks("python")), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, script], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_first_example_goes_on_where_its_first_run_ended(printed: str) -> None:
+    outputs = re.findall(r"^\('\w+', \d+\)$", printed, re.MULTILINE)
+    assert sorted(outputs[:2]) == ["('ada', 3)", "('bob', 5)"]
+    assert sorted(outputs[2:]) == ["('ada', 7)", "('eve', 1)"]
+
+
+def test_duckdb_reads_the_sidecars_as_typed_columns(printed: str) -> None:
+    """The glob shows the rows of both checkpoints, `inspect` those of the newest one."""
+    glob, merged = printed.split("key", 2)[1:]
+    row = re.compile(r"(ada|bob|eve) +│ +(\d)")
+    assert sorted(row.findall(glob)) == [("ada", "3"), ("ada", "7"), ("bob", "5"), ("eve", "1")]
+    assert "int64" in glob
+    assert "varchar" in glob
+    assert row.findall(merged) == [("ada", "7"), ("bob", "5"), ("eve", "1")]
+
+
+def test_the_commands_shown_run_on_the_example(printed: str, folder: Path) -> None:
+    commands = [line for line in "".join(blocks("sh")).splitlines() if line.startswith("beam-ckpt")]
+    assert len(commands) >= 3
+    for command in commands:
+        name, *arguments = command.split()
+        program = Path(sys.executable).with_name(name)
+        done = subprocess.run(
+            [program, *arguments], cwd=folder, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, command + done.stderr
+        assert done.stdout != ""
+
+
+def test_every_file_that_is_named_is_there() -> None:
+    root = Path(__file__).resolve().parent.parent
+    named = set(re.findall(r"`(?:python )?((?:tests|samples|benchmarks)/[\w/.]*)", README))
+    assert len(named) >= 4
+    assert [name for name in sorted(named) if not (root / name).exists()] == []
