@@ -120,7 +120,9 @@ class Dialect(ABC):
         if isinstance(error, PreconditionFailed):
             return "precondition"
         if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
-            return "absent"
+            # Over HTTP, a server that cannot be reached reads as "not found", with the cause.
+            cause = type(error.__cause__).__module__.split(".")[0]
+            return "unknown" if cause in ("aiohttp", "requests", "urllib3") else "absent"
         if isinstance(error, PermissionError):
             return "denied"
         if isinstance(error, NotImplementedError):
@@ -141,8 +143,10 @@ class _ReadOnly(Dialect):
     def stat(self, path: str) -> tuple[int, str] | None:
         try:
             info = self.fs.info(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        except (FileNotFoundError, NotADirectoryError) as e:
+            if self.trouble(e) == "absent":
+                return None
+            raise
         if info.get("type") != "file":
             return None
         size = info.get("size")

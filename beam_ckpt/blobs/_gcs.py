@@ -150,7 +150,7 @@ def _judge(reply: _Reply) -> _Reply | _Failure:
             may_have_happened=False,
             wait=max(wait, _SAME_OBJECT_SECONDS),
         )
-    if reply.status == 408 or reply.status >= 500:
+    if reply.status == 408 or (reply.status >= 500 and reply.status != 501):
         return _Failure(f"the server answered {reply.status}: {reply.message}", wait=wait)
     if reply.status == 400 and "crc32c" in reply.message.lower():
         # The body was damaged on its way, and refused for it.
@@ -435,16 +435,17 @@ class GcsBlobs(Blobs):
             alike = secrets.token_bytes(16)
         client = _clients.get((pid, alike))
         if client is None:
-            import google.auth.exceptions
-
             try:
                 client = _Client(self._options, *self._timeouts)
-            except (google.auth.exceptions.GoogleAuthError, OSError, ValueError) as e:
+            except ImportError:
+                raise
+            except Exception as e:
                 # The cause is not chained: it may quote the credentials.
                 raise CheckpointStorageError(
                     errno.EACCES,
-                    f"{self.url}: no Google credentials could be loaded ({type(e).__name__}): "
-                    "run `gcloud auth application-default login`, or pass token=",
+                    f"{self.url}: the client could not be opened ({type(e).__name__}), mostly for "
+                    "want of credentials: run `gcloud auth application-default login`, or check "
+                    f"the storage options ({', '.join(sorted(self._options)) or 'none given'})",
                 ) from None
             client = _clients.setdefault((pid, alike), client)
         self._open = (pid, client)
@@ -997,6 +998,8 @@ class GcsBlobs(Blobs):
                 self._delete_one(keys[0])
                 return
             reply = self._ask(self._batch(keys), self.url)
+            if reply.status in (401, 403):
+                self._refuse(reply, self.url)
             statuses = _batch_statuses(reply) if reply.status == 200 else None
             if statuses is None or len(statuses) != len(keys):
                 # No batches here (private endpoints, some emulators): one by one.

@@ -55,7 +55,8 @@ FaultKind = Literal[
 ]
 RequestKind = Literal["write", "read", "head", "list", "delete", "batch", "bucket", "other"]
 
-_HOP = {"connection", "content-length", "keep-alive", "transfer-encoding"}
+# Of one connection, not of the request that goes through it.
+_HOP = {"connection", "content-length", "expect", "keep-alive", "transfer-encoding"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +172,19 @@ class FaultProxy:
 
     Args:
         upstream: URL of the server.
+        drop_headers: Names of request headers that the server is not to see: `If-Match` and
+            `If-None-Match` make of an honest S3 server one that overwrites.
         answer_upload_status: Whether the proxy answers how far a resumable upload has got.
     """
 
-    def __init__(self, upstream: str, *, answer_upload_status: bool = True) -> None:
+    def __init__(
+        self,
+        upstream: str,
+        *,
+        drop_headers: Sequence[str] = (),
+        answer_upload_status: bool = True,
+    ) -> None:
+        self._dropped = _HOP | {name.lower() for name in drop_headers}
         self._answer_upload_status = answer_upload_status
         self._upstream = upstream.rstrip("/")
         self._lock = threading.Lock()
@@ -358,7 +368,7 @@ class FaultProxy:
         if session is not None and asked and self._answer_upload_status:
             return self._uploads.get(session, (308, {}, b""))
         # Paths hold encoded slashes, and signatures cover the host: both go through untouched.
-        headers = {k: v for k, v in request.headers.items() if k.lower() not in _HOP}
+        headers = {k: v for k, v in request.headers.items() if k.lower() not in self._dropped}
         async with self._session.request(
             request.method,
             URL(self._upstream + request.raw_path, encoded=True),
@@ -419,7 +429,7 @@ async def _dribble(
         return response
     steps = 10
     for n in range(steps):
-        await response.write(answer[len(answer) * n // steps : len(answer) * (n + 1) // steps])
         await asyncio.sleep(fault.seconds / steps)
+        await response.write(answer[len(answer) * n // steps : len(answer) * (n + 1) // steps])
     await response.write_eof()
     return response
