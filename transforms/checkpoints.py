@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from typing import Any, Literal, Self
 
 import apache_beam as beam
-from apache_beam import coders
+from apache_beam.coders import coders
 from apache_beam.coders.typecoders import registry
 from apache_beam.internal import pickler
 from apache_beam.transforms.display import DisplayDataItem
@@ -107,7 +107,10 @@ class Checkpoints:
         prepare(pipeline)
         _check_choice("on_fallback", on_fallback, ("refuse", "accept"))
         _check_choice("on_missing", on_missing, ("error", "drop"))
-        check_key_group_count(key_groups)
+        try:
+            check_key_group_count(key_groups)
+        except ValueError as error:
+            raise PipelineRefusedError(str(error)) from error
         if max_files_per_group < 1:
             raise PipelineRefusedError(
                 f"max_files_per_group={max_files_per_group}. What to do: give 1 (every checkpoint "
@@ -583,7 +586,7 @@ def _input_coders(pcoll: Any, uid: str) -> tuple[Any, Any]:
                 f"the keys of operator {uid!r} hold floats, of which 0.0 equals -0.0 with other "
                 "bytes and NaN does not equal itself. What to do: key by an int or a string."
             )
-        if isinstance(part, (coders.IterableCoder, coders.MapCoder)):
+        if isinstance(part, (coders.ListLikeCoder, coders.MapCoder)):
             raise PipelineRefusedError(
                 f"the keys of operator {uid!r} hold lists or maps ({part!r}), which cannot be "
                 "hashed. What to do: key by tuples."

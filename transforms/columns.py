@@ -10,16 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, repeat
-from typing import Generic, Literal, Protocol, TypeVar, cast
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from apache_beam import coders
 from apache_beam.coders import row_coder
 from apache_beam.coders.coders import (
@@ -36,8 +34,6 @@ from apache_beam.coders.coders import (
 from beam_ckpt.errors import CheckpointTooLargeError, InvalidCheckpointError, PipelineRefusedError
 from beam_ckpt.manifest import CellSpec, OperatorSpec
 from beam_ckpt.sidecar import (
-    CARRIED,
-    TIMERS,
     CellColumn,
     SidecarHeader,
     cell_column_name,
@@ -45,6 +41,7 @@ from beam_ckpt.sidecar import (
     sidecar_schema,
 )
 from beam_ckpt.sidecar._order import one_array
+from beam_ckpt.transforms._buffers import BINARY, Source, int32_array, offsets_of, spread
 from beam_ckpt.transforms._encodings import (
     Codec,
     Fixed,
@@ -55,24 +52,27 @@ from beam_ckpt.transforms._encodings import (
     Row,
     Tuple,
     VarInt,
-    read_column,
-    write_column,
+    read_values,
+    write_values,
 )
-from beam_ckpt.transforms.snapshot import CarriedOutput, SavedTimer, SnapshotRecord
+from beam_ckpt.transforms._frames import (
+    Frames,
+    Slots,
+    frame_lists,
+    frame_values,
+    read_frames,
+    write_frames,
+)
+from beam_ckpt.transforms.snapshot import SnapshotRecord
 
 __all__ = ["CellState", "OperatorState", "coder_identity"]
 
 _ONE_VALUE = frozenset({"read_modify_write", "combining"})
 _MANY_VALUES = frozenset({"bag", "set"})
 
-_BINARY = pa.binary()
-
-_T = TypeVar("_T")
-_V = TypeVar("_V")
-_CellValue = bytes | tuple[bytes, ...] | None
 
 # Rows are converted in slices, so that no more than this is in memory as Python objects at a time.
-_SLICE_ROWS = 64 * 1024
+_SLICE_ROWS = 2000000
 _SLICE_BYTES = 256 * 1024 * 1024
 
 
@@ -131,7 +131,7 @@ def _codec(coder: Coder, nested: bool) -> Codec | None:
 
 
 def _column_codec(coder: Coder) -> Codec:
-    return _codec(coder, False) or Framed(_BINARY, nested=False)
+    return _codec(coder, False) or Framed(BINARY, nested=False)
 
 
 def _tuple(coder: coders.TupleCoder, nested: bool) -> Codec | None:
@@ -142,7 +142,7 @@ def _tuple(coder: coders.TupleCoder, nested: bool) -> Codec | None:
         codec = _codec(component, nested or i < last)
         if codec is None and i == last and not nested:
             # Nothing follows it, so its bytes are known without opening them.
-            codec = Framed(_BINARY, nested=False)
+            codec = Framed(BINARY, nested=False)
         if codec is None:
             return None
         fields.append((f"f{i}", codec))
@@ -186,7 +186,7 @@ def _map(coder: coders.MapCoder, nested: bool) -> Codec | None:
 # Timestamps are encoded in whole milliseconds over all 64 bits; microseconds could not hold them.
 _CODECS: Mapping[type[Coder], Callable[..., Codec | None]] = {
     coders.StrUtf8Coder: lambda _, nested: Framed(pa.string(), nested=nested),
-    coders.BytesCoder: lambda _, nested: Framed(_BINARY, nested=nested),
+    coders.BytesCoder: lambda _, nested: Framed(BINARY, nested=nested),
     coders.VarIntCoder: lambda *_: VarInt(64),
     VarInt32Coder: lambda *_: VarInt(32),
     BigEndianShortCoder: lambda *_: Fixed(pa.int16(), ">i2", "<i2"),
@@ -321,15 +321,27 @@ class OperatorState:
         cells = [(cell.column_name, cell._column.type) for cell in self.cells]
         return sidecar_schema(self._key_codec.type, cells)
 
-    def to_table(self, records: Sequence[SnapshotRecord]) -> pa.Table:
+    def to_table(self, records: Iterable[SnapshotRecord]) -> pa.Table:
+        """Returns records as the rows of a sidecar: :meth:`encoded_to_table` of their bytes."""
+        return self.encoded_to_table([record.to_bytes() for record in records])
+
+    def to_records(self, table: pa.Table) -> Iterator[SnapshotRecord]:
+        """Yields the records of rows: those of :meth:`to_encoded`, decoded."""
+        for _, record in self.to_encoded(table):
+            yield SnapshotRecord.from_bytes(record)
+
+    def encoded_to_table(self, records: Sequence[bytes]) -> pa.Table:
         """Returns records as the rows of a sidecar, sorted by encoded key and window.
 
         Args:
-            records: In the order in which they were taken: of several of one key and window, the
-                last one counts.
+            records: The bytes of snapshot records (``SnapshotRecord.to_bytes()``), in the order in
+                which they were taken: of several of one key and window, the last one counts.
 
         Raises:
-            InvalidCheckpointError: A value is not what its coder writes.
+            UnsupportedFormatError: A record has a format that this version does not know.
+            InvalidCheckpointError: A record is malformed or has other cells, or a value in it is
+                not what its coder writes.
+            CheckpointTooLargeError: A column is too large for one piece.
         """
         # Slices that stay in the processor's cache are worth a fifth.
         parts = [
@@ -338,12 +350,15 @@ class OperatorState:
         ]
         return latest_in_order(pa.concat_tables(parts) if parts else self.schema.empty_table())
 
-    def to_records(self, table: pa.Table) -> Iterator[SnapshotRecord]:
-        """Yields the records of rows, in their order; columns are converted a slice at a time.
+    def to_encoded(self, table: pa.Table) -> Iterator[tuple[bytes, bytes]]:
+        """Yields the encoded key and the record of each row; columns are converted in slices.
 
         Args:
             table: Rows of a sidecar of this operator, or of several merged. Cells that it has no
                 column for are empty; columns that are no cell's are ignored.
+
+        Yields:
+            Pairs of a key's bytes and a snapshot record's (``SnapshotRecord.from_bytes()``).
 
         Raises:
             InvalidCheckpointError: A column does not have the type of its cell, or a value in it
@@ -373,44 +388,60 @@ class OperatorState:
     def __getstate__(self) -> dict[str, object]:
         return _declared(self)
 
-    def _table(self, records: Sequence[SnapshotRecord]) -> pa.Table:
-        keys = _binary([r.key for r in records])
+    def _table(self, records: Sequence[bytes]) -> pa.Table:
+        frames = self._frames(records)
         with self._naming("the keys"):
-            columns = [read_column(self._key_codec, keys)]
-        for i, cell in enumerate(self.cells):
+            columns = [read_values(self._key_codec, frames.source, *frames.key.places)]
+        for cell, slots in zip(self.cells, frames.cells, strict=True):
             with self._naming(f"cell {cell.name!r}"):
-                columns.append(cell._column.read([r.cells[i] for r in records]))
+                columns.append(cell._column.read(frames.source, slots))
         columns += [
-            keys,
-            _binary([r.window for r in records]),
-            pa.array([r.deleted for r in records], pa.bool_()),
-            pa.array([r.updated for r in records], self.schema.field("_updated").type),
-            _TIMERS.read([r.timers for r in records]),
-            _CARRIED.read([r.carried for r in records]),
+            frames.source.slices(*frames.key.places),
+            frames.source.slices(*frames.window.places),
+            frames.deleted,
+            frames.updated,
+            frames.timers,
+            frames.carried,
         ]
         return pa.Table.from_arrays(columns, schema=self.schema)
 
-    def _records(self, rows: pa.Table) -> Iterator[SnapshotRecord]:
-        cells: list[Iterable[_CellValue]] = []
+    def _frames(self, records: Sequence[bytes]) -> Frames:
+        array = pa.array(records, BINARY)
+        if isinstance(array, pa.ChunkedArray):
+            raise CheckpointTooLargeError(
+                f"operator {self.uid!r} has {array.nbytes} bytes in {len(array)} keys, too many "
+                "for one piece: keep less under one key, or use more key groups."
+            )
+        try:
+            return read_frames(array, [cell.kind in _MANY_VALUES for cell in self.cells])
+        except ValueError as error:
+            for record in records:  # one of them is to blame, and can say so better
+                SnapshotRecord.from_bytes(record, where=f"a record of operator {self.uid!r}")
+            raise InvalidCheckpointError(
+                f"a record of operator {self.uid!r} is not one of its: {error}; it has the cells "
+                f"{[cell.name for cell in self.cells]}. Restore with the pipeline that saved it."
+            ) from error
+
+    def _records(self, rows: pa.Table) -> Iterator[tuple[bytes, bytes]]:
+        cells = []
         for cell in self.cells:
-            if cell.column_name not in rows.column_names:
-                cells.append(repeat(cell._column.empty, len(rows)))
-                continue
-            with self._naming(f"cell {cell.name!r}"):
-                cells.append(cell._column.write(one_array(rows[cell.column_name])))
+            if cell.column_name in rows.column_names:
+                with self._naming(f"cell {cell.name!r}"):
+                    cells.append(cell._column.write(one_array(rows[cell.column_name])))
+            else:
+                cells.append(cell._column.write(None))
+        keys = one_array(rows["_key"])
         with self._naming("the timers and carried outputs"):
-            timers = _TIMERS.write(one_array(rows["_timers"]))
-            carried = _CARRIED.write(one_array(rows["_carried"]))
-        return map(
-            SnapshotRecord,
-            _objects(one_array(rows["_key"])),
-            _objects(one_array(rows["_window"])),
-            _objects(one_array(rows["_deleted"])),
-            _objects(one_array(rows["_updated"]).view(pa.int64())),
-            zip(*cells, strict=True) if cells else repeat(()),
-            timers,
-            carried,
-        )
+            records = write_frames(
+                keys,
+                one_array(rows["_window"]),
+                one_array(rows["_deleted"]),
+                one_array(rows["_updated"]),
+                cells,
+                one_array(rows["_timers"]),
+                one_array(rows["_carried"]),
+            )
+        return zip(_objects(keys), _objects(records), strict=True)
 
     @contextmanager
     def _naming(self, what: str) -> Iterator[None]:
@@ -428,30 +459,7 @@ def _declared(instance: CellState | OperatorState) -> dict[str, object]:
     return {name: getattr(instance, name) for name in instance.__dataclass_fields__}
 
 
-def _binary(values: Iterable[bytes | None]) -> pa.BinaryArray:
-    array = pa.array(values, _BINARY)
-    if isinstance(array, pa.ChunkedArray):
-        raise CheckpointTooLargeError(
-            f"a column has {array.nbytes} bytes in {len(array)} rows, too many for one piece: keep "
-            "less under one key, or use more key groups."
-        )
-    return array
-
-
-# --- one column and its values --------------------------------------------------------------------
-
-
-class _Column(Protocol[_V]):
-    """A column: what records have of it, row by row, as an Arrow array and back."""
-
-    type: pa.DataType
-    empty: _V
-
-    def read(self, values: Sequence[_V]) -> pa.Array:
-        """Returns the array of what records have."""
-
-    def write(self, column: pa.Array) -> Iterable[_V]:
-        """Returns what the records of an array's rows have."""
+# --- one cell's column ----------------------------------------------------------------------------
 
 
 class _OneValue:
@@ -460,90 +468,37 @@ class _OneValue:
     A coder that knows None needs a place for it beside null: a struct of one field, ``value``.
     """
 
-    empty = None
-
     def __init__(self, codec: Codec) -> None:
         self._codec = Tuple([("value", codec)]) if codec.holds_null else codec
         self.type = self._codec.type
 
-    def read(self, values: Sequence[_CellValue]) -> pa.Array:
-        return read_column(self._codec, _binary(cast("Sequence[bytes | None]", values)))
+    def read(self, source: Source, slots: Slots) -> pa.Array:
+        return spread(read_values(self._codec, source, *slots.places), slots.counts == 1)
 
-    def write(self, column: pa.Array) -> Iterable[_CellValue]:
-        return _objects(write_column(self._codec, column))
+    def write(self, column: pa.Array | None) -> pa.BinaryArray | pa.Scalar:
+        return frame_values(None if column is None else write_values(self._codec, column))
 
 
 class _ManyValues:
     """A cell of many values, a list; null when empty."""
 
-    empty = ()
-
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self.type = pa.list_(pa.field("element", codec.type))
 
-    def read(self, values: Sequence[_CellValue]) -> pa.Array:
-        lists = [value or () for value in cast("Sequence[tuple[bytes, ...] | None]", values)]
-        items = _binary(list(chain.from_iterable(lists)))
-        return _lists(lists, read_column(self._codec, items), self.type)
+    def read(self, source: Source, slots: Slots) -> pa.Array:
+        items = read_values(self._codec, source, *slots.places)
+        offsets, empty = int32_array(offsets_of(slots.counts)), pa.array(slots.counts == 0)
+        return pa.ListArray.from_arrays(offsets, items, type=self.type, mask=empty)
 
-    def write(self, column: pa.Array) -> Iterable[_CellValue]:
-        return _dealt(column, _objects(write_column(self._codec, column.flatten())))
-
-
-class _Structs(Generic[_T]):
-    """Timers or carried outputs: a list of structs with the fields of their class, in order."""
-
-    empty = ()
-
-    def __init__(self, make: Callable[..., _T], type: pa.DataType, optional: str) -> None:
-        self.type = type
-        self._make = make
-        self._optional = optional
-
-    def read(self, values: Sequence[tuple[_T, ...]]) -> pa.Array:
-        every = list(chain.from_iterable(values))
-        fields = list(self.type.value_type)
-        columns = [pa.array([getattr(o, f.name) for o in every], f.type) for f in fields]
-        return _lists(values, pa.StructArray.from_arrays(columns, fields=fields), self.type)
-
-    def write(self, column: pa.Array) -> Iterable[tuple[_T, ...]]:
-        if column.null_count == len(column):
-            return repeat((), len(column))
-        structs = column.flatten()
-        fields = []
-        for field, values in zip(self.type.value_type, structs.flatten(), strict=True):
-            if values.null_count and field.name != self._optional:
-                raise ValueError(f"{field.name} is null")
-            if pa.types.is_timestamp(field.type):
-                values = values.view(pa.int64())
-            fields.append(values.to_pylist())
-        return _dealt(column, list(map(self._make, *fields)))
+    def write(self, column: pa.Array | None) -> pa.BinaryArray | pa.Scalar:
+        if column is None:
+            return frame_lists(None)
+        counts = column.value_lengths().fill_null(0).to_numpy()
+        return frame_lists(write_values(self._codec, column.flatten()), counts.astype(np.int64))
 
 
-def _lists(values: Sequence[Sized], items: pa.Array, type: pa.DataType) -> pa.Array:
-    """Returns the items in runs as long as these values; null where there are none."""
-    if not len(items):
-        return pa.nulls(len(values), type)
-    offsets = np.zeros(len(values) + 1, np.int32)
-    np.cumsum(np.fromiter(map(len, values), np.int32, len(values)), out=offsets[1:])
-    none = pa.array(offsets[:-1] == offsets[1:])
-    return pa.ListArray.from_arrays(pa.array(offsets), items, type=type, mask=none)
-
-
-def _dealt(column: pa.ListArray, items: list[_T]) -> list[tuple[_T, ...]]:
-    """Returns the items of each list of the column."""
-    lengths = pc.fill_null(column.value_lengths(), 0).to_numpy()
-    ends = np.cumsum(lengths)
-    starts = ends - lengths
-    return [tuple(items[a:b]) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
-
-
-def _objects(values: pa.Array) -> list[_T]:
-    # Several times as fast as to_pylist before pyarrow 22. Numbers must have no nulls here.
-    objects: list[_T] = values.to_numpy(zero_copy_only=False).tolist()
+def _objects(values: pa.BinaryArray) -> list[bytes]:
+    # Several times as fast as to_pylist before pyarrow 22.
+    objects: list[bytes] = values.to_numpy(zero_copy_only=False).tolist()
     return objects
-
-
-_TIMERS = _Structs(SavedTimer, TIMERS, "output")
-_CARRIED = _Structs(CarriedOutput, CARRIED, "tag")

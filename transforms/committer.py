@@ -23,7 +23,7 @@ from apache_beam.transforms import userstate
 from apache_beam.transforms.window import TimestampedValue
 from apache_beam.utils.timestamp import Timestamp
 
-from beam_ckpt.errors import CheckpointConflictError, CheckpointError
+from beam_ckpt.errors import CheckpointConflictError, CheckpointError, InvalidCheckpointError
 from beam_ckpt.lineage import NewSidecar, next_operators
 from beam_ckpt.manifest import (
     CheckpointManifest,
@@ -119,6 +119,7 @@ class CommitFn(ClockedDoFn):
         )
         self._committed = Metrics.counter(METRICS, "checkpoints_committed")
         self._passed_over = Metrics.counter(METRICS, "checkpoints_passed_over_at_restore")
+        self._repaired = Metrics.counter(METRICS, "pointers_repaired")
         self._pruned = Metrics.counter(METRICS, "checkpoints_pruned")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -131,8 +132,7 @@ class CommitFn(ClockedDoFn):
             if state.generation == 0:
                 # Claimed when the job runs, not when its graph is built: building a graph must
                 # not stop the job that is running.
-                state.generation = self._store.claim_generation(self._run_id)
-                self._passed_over.inc(self._fallbacks)
+                self._begin(state)
             boundary = self._last
         else:
             sidecars.add((boundary, sidecar))
@@ -151,7 +151,7 @@ class CommitFn(ClockedDoFn):
                 clock.set(Timestamp(micros=state.due + 2 * MS))
             return
         if state.generation == 0:
-            state.generation = self._store.claim_generation(self._run_id)
+            self._begin(state)
         waiting: dict[int, list[bytes]] = {}
         for boundary, sidecar in sidecars.read():
             waiting.setdefault(boundary, []).append(sidecar)
@@ -173,6 +173,21 @@ class CommitFn(ClockedDoFn):
         if state.due is not None:
             clock.set(Timestamp(micros=state.due + 2 * MS))
         state.store(progress)
+
+    def _begin(self, state: _Progress) -> None:
+        """Makes this run the store's owner, and the store fit to publish to."""
+        state.generation = self._store.claim_generation(self._run_id, restored_from=self._base_id)
+        self._passed_over.inc(self._fallbacks)
+        try:
+            self._store.load_latest()
+        except InvalidCheckpointError as error:
+            # The checkpoint restored from was found by a walk that does not trust the pointer.
+            report = self._store.repair_pointer()
+            self._repaired.inc()
+            _LOGGER.warning(
+                "%s. This run, the owner of the store, has set it to checkpoint %s.",
+                error, report.chosen_id,
+            )  # fmt: skip
 
     def _commit(
         self, state: _Progress, boundary: int, new: list[NewSidecar]
@@ -234,17 +249,17 @@ class CommitFn(ClockedDoFn):
     ) -> CheckpointManifest:
         """Writes and finalizes the manifest; finds the one that an earlier try left."""
         run = RunIdentity(generation=state.generation, run_id=self._run_id)
+        uids = [operator.uid for operator in self._operators]
         # With another number of key groups every key was saved anew: the old files are not its.
         operators: dict[str, OperatorSnapshotEntry] = {}
         if base is not None and base.key_group_count == self._key_groups:
-            operators = dict(base.operators)
+            operators = {uid: base.operators[uid] for uid in uids if uid in base.operators}
         epoch = 0 if base is None else base.epoch
         ids = [i for i in self._store.list_ids() if base is None or i > base.id]
         for checkpoint_id in ids:
             marker = self._store.final_marker(checkpoint_id)
             if marker is not None:
                 epoch = max(epoch, marker.epoch)
-        uids = [operator.uid for operator in self._operators]
 
         def entries(of_epoch: int) -> dict[str, OperatorSnapshotEntry]:
             return next_operators(operators, uids, new, of_epoch)

@@ -98,6 +98,7 @@ def read_signature(
     name = type(fn).__name__
     if not isinstance(fn, beam.DoFn):
         _refuse(f"{fn!r} is not a DoFn", "CheckpointedParDo takes an instance of a beam.DoFn")
+    _check_keyword_only(fn, "process", f"{name}.process")
     try:
         userstate.validate_stateful_dofn(fn)
         specs, timer_specs = userstate.get_dofn_specs(fn)

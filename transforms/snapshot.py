@@ -15,11 +15,15 @@ The bytes of a record (format 1), in order::
                         head 0       no value
                         head 2n + 1  a value of n bytes
                         head 2n + 2  a list of n items, each: length, bytes
-    timers            count, then each: domain (one byte), family, tag, fire, presence, output
-    carried outputs   count, then each: presence of tag, tag, timestamp, window, value
+    timers            count in 4 bytes, then each: family, tag, domain (one byte: 0 event,
+                      1 processing), fire, presence of output (one byte), output
+    carried outputs   count in 4 bytes, then each: presence of tag (one byte), tag, timestamp,
+                      window, value
 
-Counts, lengths and heads are unsigned varints (seven bits a byte, low bits first, shortest form);
-times are 8 bytes like ``updated``; text is UTF-8.
+Other counts, lengths and heads are unsigned varints (seven bits a byte, low bits first, shortest
+form); times are 8 bytes like ``updated``; text is UTF-8; text and bytes come after their length.
+What is in many records at once is read and written by :mod:`beam_ckpt.transforms.columns`, which
+knows this format too.
 """
 
 from __future__ import annotations
@@ -34,9 +38,9 @@ __all__ = ["CarriedOutput", "SavedTimer", "SnapshotRecord"]
 TimerDomain = Literal["event", "processing"]
 """Which clock a saved timer waits for."""
 
-_FORMAT = 1
-_DELETED, _TIMERS, _CARRIED = 1, 2, 4
-_DOMAINS: tuple[TimerDomain, ...] = ("event", "processing")
+FORMAT = 1
+DELETED, TIMERS, CARRIED = 1, 2, 4
+DOMAINS: tuple[TimerDomain, ...] = ("event", "processing")
 
 _BYTE = tuple(bytes((n,)) for n in range(256))
 
@@ -113,11 +117,11 @@ class SnapshotRecord:
         """
         byte = _BYTE
         key, window, cells = self.key, self.window, self.cells
-        flags = _DELETED if self.deleted else 0
+        flags = DELETED if self.deleted else 0
         if self.timers:
-            flags |= _TIMERS
+            flags |= TIMERS
         if self.carried:
-            flags |= _CARRIED
+            flags |= CARRIED
         n = len(key)
         w = len(window)
         c = len(cells)
@@ -146,12 +150,12 @@ class SnapshotRecord:
                 n = 2 * len(cell) + 1
                 add(byte[n] if n < 128 else _varint(n))
                 add(cell)
-        if flags & _TIMERS:
-            add(_varint(len(self.timers)))
+        if flags & TIMERS:
+            add(len(self.timers).to_bytes(4, "big"))
             for timer in self.timers:
                 _add_timer(parts, timer)
-        if flags & _CARRIED:
-            add(_varint(len(self.carried)))
+        if flags & CARRIED:
+            add(len(self.carried).to_bytes(4, "big"))
             for output in self.carried:
                 _add_carried(parts, output)
         return b"".join(parts)
@@ -197,9 +201,9 @@ def _text(text: str) -> bytes:
 
 def _add_timer(parts: list[bytes], timer: SavedTimer) -> None:
     parts += (
-        _BYTE[_DOMAINS.index(timer.domain)],
         _text(timer.family),
         _text(timer.tag),
+        _BYTE[DOMAINS.index(timer.domain)],
         timer.fire.to_bytes(8, "big", signed=True),
     )
     if timer.output is None:
@@ -233,9 +237,9 @@ def _malformed(where: str, data: bytes, what: str) -> NoReturn:
 # size; a single index past the end raises IndexError, which from_bytes turns into the real error.
 def _parse(cls: type[SnapshotRecord], data: bytes, where: str) -> SnapshotRecord:
     size = len(data)
-    if data[0] != _FORMAT:
+    if data[0] != FORMAT:
         raise UnsupportedFormatError(
-            f"{where} has format {data[0]}; this version of beam_ckpt reads format {_FORMAT}. "
+            f"{where} has format {data[0]}; this version of beam_ckpt reads format {FORMAT}. "
             "Restore with the version that wrote it, or a newer one."
         )
     flags = data[1]
@@ -291,17 +295,17 @@ def _parse(cls: type[SnapshotRecord], data: bytes, where: str) -> SnapshotRecord
             cells.append(None)
     timers: tuple[SavedTimer, ...] = ()
     carried: tuple[CarriedOutput, ...] = ()
-    if flags & (_TIMERS | _CARRIED):
+    if flags & (TIMERS | CARRIED):
         reader = _Reader(data, i, where)
-        if flags & _TIMERS:
+        if flags & TIMERS:
             timers = tuple([reader.timer() for _ in range(reader.count())])
-        if flags & _CARRIED:
+        if flags & CARRIED:
             carried = tuple([reader.carried() for _ in range(reader.count())])
         i = reader.position
     if i != size:
         _malformed(where, data, f"{abs(size - i)} bytes {'left over' if i < size else 'missing'}")
     updated = int.from_bytes(data[2:10], "big", signed=True)
-    return cls(key, window, flags & _DELETED != 0, updated, tuple(cells), timers, carried)
+    return cls(key, window, flags & DELETED != 0, updated, tuple(cells), timers, carried)
 
 
 def _long_varint(data: bytes, i: int, where: str) -> tuple[int, int]:
@@ -331,15 +335,15 @@ class _Reader:
         self.position = position
 
     def count(self) -> int:
-        count = self._length()
+        count = int.from_bytes(self._take(4), "big")
         if not 0 < count <= len(self._data) - self.position:
             _malformed(self._where, self._data, f"it announces {count} timers or carried outputs")
         return count
 
     def timer(self) -> SavedTimer:
-        domain = _DOMAINS[self._choice(len(_DOMAINS), "a timer domain")]
         family = self._text()
         tag = self._text()
+        domain = DOMAINS[self._choice(len(DOMAINS), "a timer domain")]
         fire = self._time()
         output = self._time() if self._choice(2, "a presence byte") else None
         return SavedTimer(family, tag, domain, fire, output)

@@ -1,0 +1,362 @@
+"""What cannot be right is refused while the pipeline is built: by name, with what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import apache_beam as beam
+import pytest
+from apache_beam.coders import PickleCoder, VarIntCoder
+from apache_beam.transforms.timeutil import TimeDomain
+from apache_beam.transforms.userstate import (
+    BagStateSpec,
+    CombiningValueStateSpec,
+    OrderedListStateSpec,
+    ReadModifyWriteStateSpec,
+    TimerSpec,
+    on_timer,
+)
+from apache_beam.transforms.window import FixedWindows
+
+from beam_ckpt import errors, open_store
+from beam_ckpt.testing.cuts import run_checkpointed
+from beam_ckpt.testing.subjects import CountAndSumFn
+from beam_ckpt.transforms import CheckpointedParDo, Checkpoints
+
+COUNT = ReadModifyWriteStateSpec("count", VarIntCoder())
+
+
+class CountFn(beam.DoFn):
+    def process(self, element, count=beam.DoFn.StateParam(COUNT)):
+        count.write((count.read() or 0) + 1)
+        yield element[0], count.read()
+
+
+class StatelessFn(beam.DoFn):
+    def process(self, element):
+        yield element
+
+
+class CombiningFn(beam.DoFn):
+    TOTAL = CombiningValueStateSpec("total", combine_fn=sum)
+
+    def process(self, element, total=beam.DoFn.StateParam(TOTAL)):
+        total.add(element[1])
+
+
+class OrderedFn(beam.DoFn):
+    HISTORY = OrderedListStateSpec("history", VarIntCoder())
+
+    def process(self, element, history=beam.DoFn.StateParam(HISTORY)):
+        yield element
+
+
+class ProcessingTimeFn(beam.DoFn):
+    SOON = TimerSpec("soon", TimeDomain.REAL_TIME)
+
+    def process(self, element, soon=beam.DoFn.TimerParam(SOON)):
+        soon.set(1)
+
+    @on_timer(SOON)
+    def on_soon(self):
+        return []
+
+
+class NoCallbackFn(beam.DoFn):
+    NEVER = TimerSpec("never", TimeDomain.WATERMARK)
+
+    def process(self, element, never=beam.DoFn.TimerParam(NEVER)):
+        never.set(1)
+
+
+class PaneFn(beam.DoFn):
+    def process(self, element, count=beam.DoFn.StateParam(COUNT), pane=beam.DoFn.PaneInfoParam):
+        yield element
+
+
+class FinalizerFn(beam.DoFn):
+    def process(
+        self, element, count=beam.DoFn.StateParam(COUNT), done=beam.DoFn.BundleFinalizerParam
+    ):
+        yield element
+
+
+class KeywordOnlyFn(beam.DoFn):
+    def process(self, element, *, count=beam.DoFn.StateParam(COUNT)):
+        yield element
+
+
+class ExtraFn(beam.DoFn):
+    def process(self, element, factor, count=beam.DoFn.StateParam(COUNT)):
+        yield element[0], element[1] * factor
+
+
+class GeneratorFn(CountFn):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = (number for number in range(3))
+
+
+def apply(
+    fn: Any = None,
+    *args: Any,
+    input_type: Any = tuple[str, int],
+    window: Any = None,
+    elements: Any = (("a", 1),),
+    **settings: Any,
+) -> None:
+    """Builds a pipeline and does not run it."""
+    settings.setdefault("store", "memory://refused")
+    settings.setdefault("uid", "op")
+    pipeline = beam.Pipeline(runner="FnApiRunner")
+    pcoll = pipeline | beam.Create(elements) | beam.Map(lambda x: x).with_output_types(input_type)
+    if window is not None:
+        pcoll |= beam.WindowInto(window)
+    _ = pcoll | CheckpointedParDo(fn or CountFn(), *args, **settings)
+
+
+REFUSED = {
+    "a DoFn without state": ((StatelessFn(),), {}, "no state and no timers.*ParDo is enough"),
+    "a class instead of an instance": ((CountFn,), {}, "is not a DoFn.*an instance"),
+    "a combining cell": ((CombiningFn(),), {}, "'total' is a CombiningValueStateSpec"),
+    "an ordered list": ((OrderedFn(),), {}, "'history' is a OrderedListStateSpec"),
+    "a processing-time timer": ((ProcessingTimeFn(),), {}, "'soon' is a processing-time timer"),
+    "a timer without a callback": ((NoCallbackFn(),), {}, "Beam refuses NoCallbackFn"),
+    "pane info": ((PaneFn(),), {}, "PaneFn.process asks for DoFn.PaneInfoParam"),
+    "a bundle finalizer": ((FinalizerFn(),), {}, "BundleFinalizerParam"),
+    "a keyword-only parameter": ((KeywordOnlyFn(),), {}, "'count' by keyword only"),
+    "a missing argument": ((ExtraFn(),), {}, "needs an argument 'factor'"),
+    "an argument too many": ((ExtraFn(), 2, 3), {}, "no parameter for the extra arguments 3"),
+    "what cannot be pickled": ((GeneratorFn(),), {}, "GeneratorFn cannot be pickled.*setup"),
+    "no uid": ((), {"uid": None}, "CountFn has no uid.*give uid='countfn'"),
+    "an empty uid": ((), {"uid": ""}, "has no uid"),
+    "a uid of another type": ((), {"uid": 7}, r"has no uid \(found 7\)"),
+    "a uid that is too long": ((), {"uid": "u" * 257}, "257 characters"),
+    "no store": ((), {"store": None}, "no store.*What to do"),
+    "no type": ((), {"input_type": Any}, "type hint.*with_output_types"),
+    "no pairs": ((), {"input_type": int, "elements": (1,)}, "not that of key-value pairs"),
+    "keys of any type": ((), {"input_type": tuple[Any, int]}, "not deterministic.*type"),
+    "keys of a pickled class": (
+        (),
+        {"input_type": tuple[object, int]},
+        "not deterministic: equal keys may have other bytes",
+    ),
+    "float keys": ((), {"input_type": tuple[float, int]}, "hold floats.*NaN"),
+    "float parts of keys": ((), {"input_type": tuple[tuple[str, float], int]}, "hold floats"),
+    "list keys": ((), {"input_type": tuple[list[int], int]}, "lists or maps.*key by tuples"),
+    "windows": ((), {"window": FixedWindows(60)}, "is windowed.*event-time timer"),
+    "an interval of nothing": ((), {"every": 0}, "every=0 is no interval"),
+    "a negative interval": ((), {"every": -5}, "every=-5 is no interval"),
+    "an interval below a millisecond": ((), {"every": 0.0005}, "no whole number of millisec"),
+    "an until that is no time": ((), {"until": "tomorrow"}, "'tomorrow' is no event time"),
+    "an until beyond time": ((), {"until": 1e13}, "outside the global window"),
+    "an unknown restore": ((), {"restore": "newest"}, "restore='newest' is not known"),
+    "an unknown fallback": ((), {"on_fallback": "maybe"}, "on_fallback='maybe' is not known"),
+    "an unknown on_missing": ((), {"on_missing": "keep"}, "on_missing='keep' is not known"),
+    "no files at all": ((), {"max_files_per_group": 0}, "max_files_per_group=0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_is_refused_while_the_pipeline_is_built(case):
+    args, settings, message = REFUSED[case]
+    with pytest.raises(errors.PipelineRefusedError, match=f"(?s){message}") as refused:
+        apply(*args, **settings)
+    assert isinstance(refused.value, ValueError)
+    assert "What to do" in str(refused.value)
+
+
+@pytest.mark.parametrize("count", [0, -1, 65_536])
+def test_a_number_of_key_groups_out_of_range_is_refused(count):
+    with pytest.raises(errors.CheckpointError, match=str(count)):
+        apply(key_groups=count)
+
+
+def test_a_side_input_is_refused_with_the_way_out():
+    pipeline = beam.Pipeline(runner="FnApiRunner")
+    side = pipeline | "Side" >> beam.Create([1])
+    with pytest.raises(errors.PipelineRefusedError, match=r"side input.*upstream"):
+        CheckpointedParDo(
+            ExtraFn(), beam.pvalue.AsSingleton(side), uid="op", store="memory://refused"
+        )
+
+
+def test_two_operators_of_one_uid_are_refused():
+    pipeline = beam.Pipeline(runner="FnApiRunner")
+    pcoll = pipeline | beam.Create([("a", 1)]).with_output_types(tuple[str, int])
+    _ = pcoll | "1" >> CheckpointedParDo(CountFn(), uid="op", store="memory://refused-1")
+    with pytest.raises(errors.PipelineRefusedError, match=r"two operators.*uid 'op'"):
+        _ = pcoll | "2" >> CheckpointedParDo(CountFn(), uid="op", store="memory://refused-2")
+
+
+def test_two_committers_on_one_store_are_refused():
+    pipeline = beam.Pipeline(runner="FnApiRunner")
+    pcoll = pipeline | beam.Create([("a", 1)]).with_output_types(tuple[str, int])
+    _ = pcoll | "1" >> CheckpointedParDo(CountFn(), uid="one", store="memory://refused-3")
+    with pytest.raises(errors.PipelineRefusedError, match=r"one committer.*Checkpoints\(p, store"):
+        _ = pcoll | "2" >> CheckpointedParDo(CountFn(), uid="two", store="memory://refused-3")
+
+
+def test_checkpoints_of_nothing_are_refused():
+    pipeline = beam.Pipeline(runner="FnApiRunner")
+    with (
+        pytest.raises(errors.PipelineRefusedError, match="no operators"),
+        Checkpoints(pipeline, "memory://refused-4"),
+    ):
+        pass
+
+
+def test_an_operator_after_the_results_were_taken_is_refused():
+    pipeline = beam.Pipeline(runner="FnApiRunner")
+    pcoll = pipeline | beam.Create([("a", 1)]).with_output_types(tuple[str, int])
+    with Checkpoints(pipeline, "memory://refused-5") as ckpt:
+        _ = pcoll | "1" >> ckpt.ParDo(CountFn(), uid="one")
+        assert ckpt.results is not None
+        with pytest.raises(errors.PipelineRefusedError, match=r"after ckpt\.results"):
+            _ = pcoll | "2" >> ckpt.ParDo(CountFn(), uid="two")
+
+
+DATA = ((1_000_000, "a", 1), (70_000_000, "b", 2), (130_000_000, "a", 3))
+
+
+def checkpointed(store, fn=None, **settings):
+    settings.setdefault("runner", "FnApiRunner")
+    return run_checkpointed(fn or CountAndSumFn(), DATA, store=store, uid="op", **settings)
+
+
+def test_an_until_before_the_restored_boundary_is_refused(tmp_path):
+    store = open_store(tmp_path)
+    checkpointed(store, until=100)
+    with pytest.raises(errors.PipelineRefusedError, match=r"until=Timestamp\(50\) is before"):
+        checkpointed(store, until=50)
+
+
+def test_another_number_of_key_groups_after_a_drained_run_with_an_interval_is_refused(tmp_path):
+    store = open_store(tmp_path)
+    checkpointed(store, key_groups=7)
+    with pytest.raises(errors.PipelineRefusedError, match="no first boundary"):
+        checkpointed(store, key_groups=8, every=50)
+    checkpointed(store, key_groups=8)
+    assert store.load_latest().key_group_count == 8
+
+
+def test_saved_state_of_an_operator_that_is_gone_is_refused_unless_dropped(tmp_path):
+    store = open_store(tmp_path)
+    checkpointed(store, until=100)
+    with pytest.raises(errors.PipelineRefusedError, match=r"state of 'op'.*on_missing='drop'"):
+        run_checkpointed(
+            CountAndSumFn(), DATA, store=store, uid="renamed", runner="FnApiRunner", until=200
+        )
+    run_checkpointed(
+        CountAndSumFn(),
+        DATA,
+        store=store,
+        uid="renamed",
+        runner="FnApiRunner",
+        until=200,
+        on_missing="drop",
+    )
+    assert set(store.load_latest().operators) == {"renamed"}
+
+
+def renamed_cells(**cells: Any) -> beam.DoFn:
+    """A DoFn like CountAndSumFn with other cells."""
+    specs = {name: make(name) for name, make in cells.items()}
+
+    class OtherFn(beam.DoFn):
+        pass
+
+    names = list(specs)
+
+    def process(self, element, a=beam.DoFn.StateParam(specs[names[0]])):
+        yield element
+
+    def process2(
+        self,
+        element,
+        a=beam.DoFn.StateParam(specs[names[0]]),
+        b=beam.DoFn.StateParam(specs[names[-1]]),
+    ):
+        yield element
+
+    OtherFn.process = process if len(names) == 1 else process2
+    return OtherFn()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (
+            VarIntCoder(),
+            PickleCoder(),
+            "cell 'x' was saved with VarIntCoder and is now PickleCoder",
+        ),
+        (None, VarIntCoder(), "cell 'x' was saved as bag and is now read_modify_write"),
+    ],
+)
+def test_another_coder_or_kind_of_a_cell_is_refused(tmp_path, before, after, message):
+    def spec(coder):
+        if coder is None:
+            return lambda name: BagStateSpec(name, VarIntCoder())
+        return lambda name: ReadModifyWriteStateSpec(name, coder)
+
+    store = open_store(tmp_path)
+    checkpointed(store, renamed_cells(x=spec(before)), until=100)
+    with pytest.raises(errors.StateIncompatibleError, match=message) as refused:
+        checkpointed(store, renamed_cells(x=spec(after)), until=200)
+    assert isinstance(refused.value, ValueError)
+    assert "What to do" in str(refused.value)
+    assert store.list_ids() == [1]
+
+
+def test_another_key_coder_is_refused(tmp_path):
+    store = open_store(tmp_path)
+    checkpointed(store, CountFn(), until=100)
+    with pytest.raises(errors.StateIncompatibleError, match="keys were saved with StrUtf8Coder"):
+        apply(CountFn(), store=store, until=200, input_type=tuple[int, int], uid="op")
+
+
+def test_a_cell_that_is_gone_is_refused_unless_dropped_and_a_new_one_is_empty(tmp_path):
+    def value(name):
+        return ReadModifyWriteStateSpec(name, VarIntCoder())
+
+    store = open_store(tmp_path)
+    checkpointed(store, renamed_cells(x=value), until=60)
+    with pytest.raises(errors.StateIncompatibleError, match=r"cell 'x' was saved and.*no such"):
+        checkpointed(store, renamed_cells(y=value), until=100)
+    checkpointed(store, renamed_cells(x=value, y=value), until=100)
+    checkpointed(store, renamed_cells(y=value), until=200, on_missing="drop")
+    assert list(store.load_latest().pipeline.operators["op"].cells) == ["y"]
+
+
+class UnhashableKey(str):
+    __hash__ = None
+
+
+def test_a_key_that_cannot_be_hashed_is_named_when_it_comes(tmp_path):
+    store = open_store(tmp_path)
+    pipeline = beam.Pipeline(runner="FnApiRunner")
+    _ = (
+        pipeline
+        | beam.Create([("a", 1)])
+        # Fused with the operator's input on no runner, so the key is decoded as a plain str; the
+        # wrapper itself is asked.
+        | beam.Map(lambda x: x).with_output_types(tuple[str, int])
+        | CheckpointedParDo(CountFn(), uid="op", store=store)
+    )
+    from beam_ckpt.transforms.keyed_state.dofn import StatefulWrapper
+
+    wrapper = next(
+        part.transform.fn
+        for part in walk(pipeline.transforms_stack[0])
+        if isinstance(getattr(part.transform, "fn", None), StatefulWrapper)
+    )
+    wrapper.start_bundle()
+    with pytest.raises(errors.StateIncompatibleError, match=r"'op'.*UnhashableKey.*hashed"):
+        wrapper.process((UnhashableKey("a"), 1), None, None, None, None)
+
+
+def walk(part):
+    yield part
+    for child in part.parts:
+        yield from walk(child)
