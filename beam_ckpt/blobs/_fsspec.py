@@ -392,8 +392,9 @@ class FsspecBlobs(Blobs):
 
         def find() -> Mapping[str, Any]:
             opened.fs.invalidate_cache()
-            found: Mapping[str, Any] = opened.fs.find(base, detail=True, withdirs=False)
-            return found
+            found = opened.fs.find(base, detail=True, withdirs=False)
+            # adlfs answers with a list where the base is an object: nothing is beneath it.
+            return found if isinstance(found, Mapping) else {}
 
         try:
             found = self._ask(find, self._where(f"{prefix}*"))

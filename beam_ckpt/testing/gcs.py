@@ -30,10 +30,11 @@ import urllib.request
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypedDict
 
 import pytest
 
-__all__ = ["GcsBucket", "GcsServer", "gcs_bucket", "gcs_server", "run_gcs_server"]
+__all__ = ["GcsBucket", "GcsOptions", "GcsServer", "gcs_bucket", "gcs_server", "run_gcs_server"]
 
 # Read by gcsfs when it is imported: without it, a plain gcsfs.GCSFileSystem asks each bucket for
 # its type by gRPC, which the server does not speak, and waits a minute for each answer.
@@ -56,6 +57,14 @@ kill "$reader" 2>/dev/null
 """
 
 
+class GcsOptions(TypedDict):
+    """Storage options that reach a server without credentials."""
+
+    token: str
+    endpoint_url: str
+    project: str
+
+
 @dataclass(frozen=True, slots=True)
 class GcsServer:
     """A running server.
@@ -67,7 +76,7 @@ class GcsServer:
     url: str
 
     @property
-    def options(self) -> dict[str, object]:
+    def options(self) -> GcsOptions:
         """Storage options for `open_store("gs://...", **options)`, and for gcsfs itself."""
         return {"token": "anon", "endpoint_url": self.url, "project": "test"}
 
@@ -101,7 +110,7 @@ class GcsBucket:
         return f"gs://{self.name}"
 
     @property
-    def options(self) -> dict[str, object]:
+    def options(self) -> GcsOptions:
         """Storage options for `open_store(url, **options)`."""
         return self.server.options
 
