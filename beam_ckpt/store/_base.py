@@ -12,6 +12,7 @@ import builtins
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal
 
@@ -339,8 +340,10 @@ class CheckpointStore(ABC):
     def recover_latest_validated(self, *, deep: bool = True) -> RecoveryReport:
         """Walks the checkpoints from the newest down to the first that is finalized and valid.
 
-        The pointer is not consulted. When nothing can be restored, `chosen` is `None`: a fresh
-        store has `examined == 0`, anything else must not be started afresh silently.
+        The pointer is not trusted; it is heard as a witness, and so is a `.final` marker: what
+        they name was published, so that it is damaged, not merely absent, where its manifest or
+        its marker is gone. When nothing can be restored, `chosen` is `None`: a fresh store has
+        `examined == 0`, anything else must not be started afresh silently.
 
         Args:
             deep: See `validate_checkpoint`.
@@ -348,18 +351,20 @@ class CheckpointStore(ABC):
         began = time.monotonic()
         skipped: list[SkippedCheckpoint] = []
         chosen: CheckpointManifest | None = None
-        ids = self.list_ids()
+        ids, published = self._evidence()
         for _ in range(_WALKS):
             skipped.clear()
             for id in reversed(ids):
                 facts = self._facts(id, deep=deep)
-                verdict = judge(facts)
+                verdict = judge(facts, published=id in published)
                 if verdict is None:
                     chosen = facts.manifest
                     break
                 skipped.append(verdict)
             # What was skipped may have been pruned under our eyes by a run that is still alive.
-            before, ids = ids, self.list_ids() if skipped else ids
+            before = ids
+            if skipped:
+                ids, published = self._evidence()
             if ids == before:
                 break
         return RecoveryReport(
@@ -369,6 +374,10 @@ class CheckpointStore(ABC):
             examined=len(skipped) + (chosen is not None),
             elapsed=time.monotonic() - began,
         )
+
+    def _evidence(self) -> tuple[builtins.list[int], AbstractSet[int]]:
+        """Returns all ids there is any trace of, ascending, and those known to be published."""
+        return self.list_ids(), frozenset()
 
     def _facts(self, id: int, *, deep: bool) -> CheckpointFacts:
         result = self.validate_checkpoint(id, deep=deep)
@@ -545,13 +554,19 @@ class CheckpointStore(ABC):
         """
 
     @abstractmethod
-    def repair_pointer(self, *, dry_run: bool = False) -> RecoveryReport:
+    def repair_pointer(self, *, dry_run: bool = False, discard: bool = False) -> RecoveryReport:
         """Points `latest.json` at the newest finalized checkpoint that validates deep.
 
         Nothing else changes.
 
+        Args:
+            dry_run: Only report.
+            discard: Where there is none, remove the pointer: for a run that starts afresh on the
+                author's word that the saved state is given up.
+
         Raises:
-            NoValidCheckpointError: There is none; the pointer is left as it is.
+            NoValidCheckpointError: There is none and `discard` is not given; the pointer is left
+                as it is.
         """
 
 

@@ -475,20 +475,29 @@ class BlobCheckpointStore(CheckpointStore):
                     return stored.manifest.deployment_id
         return ""
 
-    def _create(self, key: str, data: bytes) -> bytes | None:
-        """Creates an immutable object; returns the other content that the name holds."""
-        try:
-            with self._io("writing", key):
-                self._blobs.put_if_absent(key, data)
-        except BlobExists:
-            found = self._get(key, max(len(data), MAX_RECORD_BYTES))
-            if found is None:
-                raise CheckpointConflictError(
-                    f"{self._where(key)} was deleted while it was created: a prune or another "
-                    "writer is at work; read the store again before the next step"
-                ) from None
-            return None if found[0] == data else found[0]
-        return None
+    def _create(self, key: str, data: bytes, *, again: bool = True) -> bytes | None:
+        """Creates an immutable object; returns the other content that the name holds.
+
+        Args:
+            key: The object.
+            data: Its content.
+            again: Whether to create it again when it was there and then was deleted.
+        """
+        for _ in range(_CAS_ATTEMPTS):
+            try:
+                with self._io("writing", key):
+                    self._blobs.put_if_absent(key, data)
+                return None
+            except BlobExists:
+                found = self._get(key, max(len(data), MAX_RECORD_BYTES))
+            if found is not None:
+                return None if found[0] == data else found[0]
+            if not again:
+                break
+        raise CheckpointConflictError(
+            f"{self._where(key)} was deleted while it was created: a prune or another writer is at "
+            "work; read the store again before the next step"
+        )
 
     def save(self, manifest: CheckpointManifest) -> CheckpointManifest:
         """See `CheckpointStore.save`."""
@@ -500,7 +509,7 @@ class BlobCheckpointStore(CheckpointStore):
             manifest = manifest.model_copy(update={"deployment_id": self._deployment_id})
         key = self._paths.manifest(manifest.id)
         try:
-            held = self._create(key, manifest.to_json())
+            held = self._create(key, manifest.to_json(), again=False)
         except InvalidCheckpointError:  # it is longer than ours, or no object
             held = b""
         if held is not None:
@@ -528,7 +537,8 @@ class BlobCheckpointStore(CheckpointStore):
         stored = self._read_manifest(id)
         if stored is None:
             raise CheckpointNotFoundError(
-                f"checkpoint {id} not found in {self.url}: save its manifest first"
+                f"checkpoint {id} not found in {self.url}: save its manifest first; if it was "
+                "saved, a younger run has given it up and pruned it"
             )
         # Before anything is published: a broken pointer stays broken, and is named.
         pointer, _ = self._read_pointer()
@@ -740,6 +750,24 @@ class BlobCheckpointStore(CheckpointStore):
     def validate_checkpoint(self, id: int, *, deep: bool = True) -> ValidationResult:
         """See `CheckpointStore.validate_checkpoint`."""
         return ValidationResult(id, self._examine(id, deep=deep, prepared=True).issues, deep)
+
+    def _evidence(self) -> tuple[builtins.list[int], AbstractSet[int]]:
+        found = self._inventory()
+        published: set[int] = set()
+        with contextlib.suppress(InvalidCheckpointError):
+            pointer, _ = self._read_pointer()
+            if pointer is not None:
+                published.add(pointer.id)
+        # A marker without a manifest: no step of the protocol leaves that behind.
+        lost = set(found.finals) - set(found.ids)
+        sealed = {id for id in lost if not isinstance(self._witness(id), AbandonedMarker)}
+        return sorted({*found.ids, *sealed, *published}), published
+
+    def _witness(self, id: int) -> FinalMarker | AbandonedMarker | None:
+        try:
+            return self._read_marker(id)
+        except InvalidCheckpointError:
+            return None
 
     def _facts(self, id: int, *, deep: bool) -> CheckpointFacts:
         return self._examine(id, deep=deep, prepared=False)
@@ -1098,10 +1126,14 @@ class BlobCheckpointStore(CheckpointStore):
 
     # -- repair --------------------------------------------------------------------------
 
-    def repair_pointer(self, *, dry_run: bool = False) -> RecoveryReport:
+    def repair_pointer(self, *, dry_run: bool = False, discard: bool = False) -> RecoveryReport:
         """See `CheckpointStore.repair_pointer`."""
         report = self.recover_latest_validated(deep=True)
         if report.chosen is None:
+            if discard:
+                if not dry_run:
+                    self._delete([self._paths.latest])
+                return report
             raise NoValidCheckpointError(
                 f"{self.url} has no valid finalized checkpoint to point at "
                 f"({report.examined} examined); the pointer was left as it is. See "
