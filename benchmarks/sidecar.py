@@ -6,8 +6,8 @@ Rows have a string key, an int cell and a float cell, in random order of keys. T
 medians of alternating runs:
 
 * file: `encode_sidecar` and `decode_sidecar` against pyarrow writing and reading the very table;
-* records: from encoded records to a file and back, against pyarrow from lists of Python values to a
-  file and back (what an author would do by hand for these three columns);
+* records: from the bytes of snapshot records to a file and back, against pyarrow from lists of
+  Python values to a file and back (what one would do by hand for these three columns);
 * merge: eight deltas of an eighth of the rows each over a full table.
 
 A ratio is pyarrow's time by ours: above 1 is faster than pyarrow.
@@ -20,7 +20,8 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -56,11 +57,13 @@ def main() -> None:
     encode_int: Callable[[int], bytes] = coders.VarIntCoder().encode
     encode_float: Callable[[float], bytes] = coders.FloatCoder().encode
     records = [
-        SnapshotRecord(k.encode(), b"", False, i, (encode_int(c), encode_float(s)), (), ())
+        SnapshotRecord(
+            k.encode(), b"", False, i, (encode_int(c), encode_float(s)), (), ()
+        ).to_bytes()
         for i, (k, c, s) in enumerate(zip(keys, counts, sums, strict=True))
     ]
     header = STATE.header(key_group=0, boundary=None, kind="full")
-    table = STATE.to_table(records)
+    table = STATE.encoded_to_table(records)
     file = encode_sidecar(table, header)
     rows = pa.table({"key": keys, "count": counts, "sum": sums})
     plain_same = _write(table)
@@ -87,22 +90,22 @@ def main() -> None:
     compare(
         "records: write",
         lambda: _write(pa.table({"key": keys, "count": counts, "sum": sums})),
-        lambda: encode_sidecar(STATE.to_table(records), header),
+        lambda: encode_sidecar(STATE.encoded_to_table(records), header),
     )
     compare(
         "records: read",
         lambda: [column.to_pylist() for column in _read(plain).columns],
-        lambda: list(STATE.to_records(decode_sidecar(file, where="memory")[1])),
+        lambda: _consume(STATE.to_encoded(decode_sidecar(file, where="memory")[1])),
     )
     compare(
         "  of it, records to table",
         lambda: pa.table({"key": keys, "count": counts, "sum": sums}),
-        lambda: STATE.to_table(records),
+        lambda: STATE.encoded_to_table(records),
     )
     compare(
         "  of it, table to records",
         lambda: [column.to_pylist() for column in rows.columns],
-        lambda: list(STATE.to_records(table)),
+        lambda: _consume(STATE.to_encoded(table)),
     )
     deltas = [table.take(pa.array(range(i, len(table), 8))) for i in range(8)]
     compare(
@@ -110,6 +113,10 @@ def main() -> None:
         lambda: pa.concat_tables([*deltas, table]).sort_by([("_key", "ascending")]),
         lambda: merge_newest_first([*deltas, table]),
     )
+
+
+def _consume(pairs: Iterator[tuple[bytes, bytes]]) -> None:
+    deque(pairs, maxlen=0)
 
 
 def _write(table: pa.Table) -> memoryview:

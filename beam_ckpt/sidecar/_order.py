@@ -9,31 +9,19 @@ import pyarrow.compute as pc
 
 from beam_ckpt.errors import CheckpointTooLargeError
 
-__all__ = ["in_order", "latest_in_order", "one_array"]
+__all__ = ["in_order", "latest_in_order", "latest_order", "one_array"]
 
 
 def in_order(table: pa.Table) -> bool:
     """Tells whether the rows ascend by (``_key``, ``_window``), with no pair twice."""
-    if len(table) < 2:
-        return True
-    keys, windows = one_array(table["_key"]), one_array(table["_window"])
-    ascends = pc.less(keys[:-1], keys[1:])
-    if not pc.all(ascends).as_py():
-        same_key = pc.equal(keys[:-1], keys[1:])
-        ascends = pc.or_(ascends, pc.and_(same_key, pc.less(windows[:-1], windows[1:])))
-    return bool(pc.all(ascends).as_py())
+    return _ascend(one_array(table["_key"]), one_array(table["_window"]))
 
 
 def latest_in_order(table: pa.Table) -> pa.Table:
     """Returns the rows in order; of several with the same key and window, the last one."""
-    if in_order(table):
+    order = latest_order(one_array(table["_key"]), one_array(table["_window"]))
+    if order is None:
         return table
-    keys, windows = one_array(table["_key"]), one_array(table["_window"])
-    order = _ascending(keys, windows)
-    keys, windows = keys.take(order), windows.take(order)
-    last = pc.or_(pc.not_equal(keys[:-1], keys[1:]), pc.not_equal(windows[:-1], windows[1:]))
-    if not pc.all(last).as_py():
-        order = order.filter(pa.concat_arrays([last, pa.array([True])]))
     columns = []
     for column in table.columns:
         if column.null_count == len(column):
@@ -41,6 +29,28 @@ def latest_in_order(table: pa.Table) -> pa.Table:
         else:
             columns.append(one_array(column).take(order))
     return pa.Table.from_arrays(columns, schema=table.schema)
+
+
+def latest_order(keys: pa.BinaryArray, windows: pa.BinaryArray) -> pa.Array | None:
+    """Returns the places of rows in order, of equal ones the last; None: they are in order."""
+    if _ascend(keys, windows):
+        return None
+    order = _ascending(keys, windows)
+    keys, windows = keys.take(order), windows.take(order)
+    last = pc.or_(pc.not_equal(keys[:-1], keys[1:]), pc.not_equal(windows[:-1], windows[1:]))
+    if not pc.all(last).as_py():
+        order = order.filter(pa.concat_arrays([last, pa.array([True])]))
+    return order
+
+
+def _ascend(keys: pa.BinaryArray, windows: pa.BinaryArray) -> bool:
+    if len(keys) < 2:
+        return True
+    ascends = pc.less(keys[:-1], keys[1:])
+    if not pc.all(ascends).as_py():
+        same_key = pc.equal(keys[:-1], keys[1:])
+        ascends = pc.or_(ascends, pc.and_(same_key, pc.less(windows[:-1], windows[1:])))
+    return bool(pc.all(ascends).as_py())
 
 
 def _ascending(keys: pa.BinaryArray, windows: pa.BinaryArray) -> pa.Array:
