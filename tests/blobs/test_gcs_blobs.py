@@ -130,7 +130,7 @@ def test_credentials_reach_the_server_and_nothing_else(
     caplog.set_level(logging.DEBUG)
     secret = "ya29.very-secret-token"
     options = {**gcs_bucket.options, "endpoint_url": proxy.url, "token": Credentials(secret)}
-    blobs = open_blobs(f"{gcs_bucket.url}/a", **options, retry_seconds=0.5)
+    blobs = open_blobs(f"{gcs_bucket.url}/a", **options, retry_seconds=0.15)
     said = [repr(blobs), blobs.url]
     for fault in (
         Fault("status", status=403),
