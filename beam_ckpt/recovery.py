@@ -25,6 +25,7 @@ __all__ = ["RecoveryReport", "SkippedCheckpoint", "ValidationResult"]
 Unknown = Literal["unknown"]
 
 PREPARED = "checkpoint is prepared but not finalized"
+MARKER_LOST = "the pointer names this checkpoint, and its .final marker is missing"
 
 
 @dataclass(frozen=True)
@@ -160,8 +161,11 @@ def seal_issues(
     return issues
 
 
-def judge(facts: CheckpointFacts) -> SkippedCheckpoint | None:
-    """Decides whether recovery may use a checkpoint: `None`, or why it is passed over."""
+def judge(facts: CheckpointFacts, *, published: bool = False) -> SkippedCheckpoint | None:
+    """Decides whether recovery may use a checkpoint: `None`, or why it is passed over.
+
+    With `published` it is known to have been finalized, so that it is damaged if it is not now.
+    """
     boundary: int | Unknown | None = "unknown"
     if facts.manifest is not None:
         boundary = facts.manifest.watermark
@@ -171,6 +175,8 @@ def judge(facts: CheckpointFacts) -> SkippedCheckpoint | None:
         return SkippedCheckpoint(facts.id, "; ".join(facts.issues), "invalid", boundary)
     if isinstance(facts.marker, FinalMarker):
         return None
+    if published and facts.marker is None:
+        return SkippedCheckpoint(facts.id, MARKER_LOST, "invalid", boundary)
     reason = PREPARED
     if isinstance(facts.marker, AbandonedMarker):
         reason += f": abandoned by {facts.marker.abandoned_by}"

@@ -119,6 +119,7 @@ class CommitFn(ClockedDoFn):
         )
         self._committed = Metrics.counter(METRICS, "checkpoints_committed")
         self._passed_over = Metrics.counter(METRICS, "checkpoints_passed_over_at_restore")
+        self._not_pruned = Metrics.counter(METRICS, "prunes_skipped")
         self._repaired = Metrics.counter(METRICS, "pointers_repaired")
         self._pruned = Metrics.counter(METRICS, "checkpoints_pruned")
 
@@ -179,15 +180,19 @@ class CommitFn(ClockedDoFn):
         state.generation = self._store.claim_generation(self._run_id, restored_from=self._base_id)
         self._passed_over.inc(self._fallbacks)
         try:
-            self._store.load_latest()
+            latest = self._store.load_latest()
+            pointed = None if latest is None else latest.id
         except InvalidCheckpointError as error:
-            # The checkpoint restored from was found by a walk that does not trust the pointer.
-            report = self._store.repair_pointer()
+            _LOGGER.warning("%s. This run, the owner of the store, sets it anew.", error)
+            pointed = None
             self._repaired.inc()
-            _LOGGER.warning(
-                "%s. This run, the owner of the store, has set it to checkpoint %s.",
-                error, report.chosen_id,
-            )  # fmt: skip
+        if self._base_id is not None and (pointed is None or pointed < self._base_id):
+            # Damaged, or the run before died between the marker and the pointer. The checkpoint
+            # restored from was found by a walk that does not trust the pointer.
+            self._store.repair_pointer()
+        elif pointed is None:
+            # A fresh start on damaged checkpoints is the author's word.
+            self._store.repair_pointer(discard=True)
 
     def _commit(
         self, state: _Progress, boundary: int, new: list[NewSidecar]
@@ -207,8 +212,7 @@ class CommitFn(ClockedDoFn):
         self._store.check_generation(state.generation, self._run_id)
         manifest = self._publish(state, base, watermark, new)
         state.boundary, state.base_id = boundary, manifest.id
-        report = self._store.prune(self._keep)
-        pruned = len(report.deleted)
+        pruned = self._prune()
         self._committed.inc()
         self._pruned.inc(pruned)
         size = sum(sidecar.entry.size_bytes for sidecar in new)
@@ -227,6 +231,15 @@ class CommitFn(ClockedDoFn):
             manifest.total_size_bytes,
             pruned,
         )
+
+    def _prune(self) -> int:
+        try:
+            return len(self._store.prune(self._keep).deleted)
+        except InvalidCheckpointError as error:
+            # What cannot be read may still be wanted, and publishing must go on.
+            self._not_pruned.inc()
+            _LOGGER.warning("nothing was pruned: %s", error)
+            return 0
 
     def _base(self, state: _Progress) -> CheckpointManifest | None:
         base_id = self._base_id if state.base_id is None else state.base_id
