@@ -272,24 +272,24 @@ def on_gcs(server: GcsServer, seeds: range, counts: collections.Counter[str]) ->
             counts["requests harmed"] += sum(r.fault is not None for r in proxy.requests)
 
 
-@pytest.mark.parametrize("first", [0, 50])
-def test_50_schedules_of_concurrent_writers_on_files(tmp_path: Path, first: int) -> None:
+@pytest.mark.parametrize("first", [0, 85])
+def test_85_schedules_of_concurrent_writers_on_files(tmp_path: Path, first: int) -> None:
     counts: collections.Counter[str] = collections.Counter()
-    on_files(tmp_path, range(first, first + 50), counts)
+    on_files(tmp_path, range(first, first + 85), counts)
     print(dict(counts))
-    assert counts["schedules"] == 50
-    assert counts["acknowledged"] > 50
+    assert counts["schedules"] == 85
+    assert counts["acknowledged"] > 85
     assert counts["writers fenced"] > 10
     assert counts["writers killed"] > 10
 
 
 @pytest.mark.usefixtures("short_pauses")
-def test_100_schedules_of_concurrent_writers_on_gcs(gcs_server: GcsServer) -> None:
+def test_30_schedules_of_concurrent_writers_on_gcs(gcs_server: GcsServer) -> None:
     counts: collections.Counter[str] = collections.Counter()
-    on_gcs(gcs_server, range(100), counts)
+    on_gcs(gcs_server, range(30), counts)
     print(dict(counts))
-    assert counts["schedules"] == 100
-    assert counts["acknowledged"] > 100
+    assert counts["schedules"] == 30
+    assert counts["acknowledged"] > 30
     assert counts["requests harmed"] > 100
 
 
