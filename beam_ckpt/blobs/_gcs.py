@@ -579,7 +579,7 @@ class GcsBlobs(Blobs):
         try:
             return BlobMeta(
                 key=self._key(found["name"]),
-                size=int(found["size"]),
+                size=int(found.get("size", 0)),  # left out of an empty object by some servers
                 version=str(int(found["generation"])),
                 crc32c=_decode_crc(found.get("crc32c")),
             )

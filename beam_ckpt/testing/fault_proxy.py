@@ -300,6 +300,10 @@ class FaultProxy:
             await asyncio.wait(self._late, timeout=5)
         await self._runner.cleanup()
         await self._session.close()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     def _choose(self, method: str, path: str, size: int) -> Fault | None:
         with self._lock:

@@ -291,6 +291,21 @@ def test_a_body_that_is_too_large_is_not_transferred(proxy: FaultProxy, proxied:
         blobs.get("a", max_bytes=1_000_000)
 
 
+def test_an_empty_object_may_come_without_its_size(gcs_bucket: GcsBucket) -> None:
+    class _Omitting(FaultProxy):
+        async def _forward(self, request: web.Request, body: bytes):  # type: ignore[no-untyped-def]
+            status, headers, answer = await super()._forward(request, body)
+            return status, headers, answer.replace(b'"size":"0",', b"")
+
+    with _Omitting(gcs_bucket.server.url) as omitting:
+        options = {**gcs_bucket.options, "endpoint_url": omitting.url}
+        blobs = open_blobs(gcs_bucket.url, **options)
+        meta = blobs.put_if_absent("empty", b"")
+        assert meta.size == 0
+        assert blobs.head("empty") == meta
+        assert list(blobs.list("")) == [meta]
+
+
 def test_objects_of_other_tools_are_read_and_replaced(gcs_bucket: GcsBucket) -> None:
     from gcsfs.core import GCSFileSystem
 
