@@ -758,8 +758,9 @@ class BlobCheckpointStore(CheckpointStore):
             pointer, _ = self._read_pointer()
             if pointer is not None:
                 published.add(pointer.id)
-        # A marker without a manifest: no step of the protocol leaves that behind.
-        lost = set(found.finals) - set(found.ids)
+        # A marker without a manifest: no step of the protocol leaves that behind, except where
+        # an attempt was pruned (and its id noted as used) while somebody finalized it.
+        lost = set(found.finals) - set(found.ids) - found.used
         sealed = {id for id in lost if not isinstance(self._witness(id), AbandonedMarker)}
         return sorted({*found.ids, *sealed, *published}), published
 
@@ -992,10 +993,12 @@ class BlobCheckpointStore(CheckpointStore):
         return facts, found, protected
 
     def _carry_out(self, plan: PrunePlan, found: _Inventory) -> PrunePlan:
+        newest = max((f.id for f in plan.kept if f.finalized), default=0)
+        # Below a younger recovery point a marker is evidence of nothing any more.
         strays = [
             self._paths.final(id)
             for id in found.finals
-            if id not in found.manifests and id < max(found.manifests, default=0)
+            if id not in found.manifests and id < newest
         ]
         if plan.doomed:
             self._ensure_namespace()
@@ -1013,13 +1016,12 @@ class BlobCheckpointStore(CheckpointStore):
             plan = plan.sparing(spared)
             self._delete([self._paths.object(path) for path in plan.sidecars])
             going = [f.id for f in plan.doomed]
-            highest = max([*found.manifests, *found.used, *found.finals])
-            if highest in going:
-                self._create(self._paths.used(highest), b"{}")
+            for id in going:
+                if id > newest:
+                    self._create(self._paths.used(id), b"{}")
             self._delete([self._paths.manifest(id) for id in going])
             self._delete([self._paths.final(id) for id in going if id in attempts])
-        kept = max((f.id for f in plan.kept), default=0)
-        self._delete(strays + [self._paths.used(id) for id in found.used if id < kept])
+        self._delete(strays + [self._paths.used(id) for id in found.used if id < newest])
         return plan
 
     # -- tags ----------------------------------------------------------------------------
@@ -1113,9 +1115,8 @@ class BlobCheckpointStore(CheckpointStore):
                 rules,
             )
             (deleted if goes else kept).append(Garbage(meta.key, meta.size, why))
-        highest = max(found.manifests, default=0)
         for id, meta in found.finals.items():
-            if id not in found.manifests and id < highest:
+            if id not in found.manifests and latest is not None and id < latest.id:
                 deleted.append(Garbage(meta.key, meta.size, "marks no checkpoint"))
         for meta in temporaries:
             deleted.append(Garbage(meta.key, meta.size, "left by a writer that died"))
