@@ -1975,6 +1975,69 @@ class BlobStoreSuite(StoreSuite):
         assert latest is not None
         assert latest.id == 2
 
+    def test_a_lost_manifest_is_damage_and_not_an_attempt(self, store: BlobCheckpointStore) -> None:
+        """Its marker is a witness: a published checkpoint never vanishes silently."""
+        first = commit(store, 1, watermark=1)
+        commit(store, 2, watermark=2)
+        self.damage(store, "manifests/000000000002.json", None)
+        report = store.recover_latest_validated()
+        assert report.chosen == first
+        assert [(s.id, s.phase, s.boundary) for s in report.skipped] == [(2, "invalid", 2)]
+        self.damage(store, "manifests/000000000001.json", None)
+        assert store.list_ids() == []
+        report = store.recover_latest_validated()
+        assert (report.chosen_id, report.examined) == (None, 2)
+        assert store.next_id() == 3
+
+    def test_a_lost_marker_is_damage_where_the_pointer_names_the_checkpoint(
+        self, store: BlobCheckpointStore
+    ) -> None:
+        """It was published: to pass over it as an attempt would be a silent fallback."""
+        first = commit(store, 1)
+        commit(store, 2)
+        self.damage(store, "manifests/000000000002.final", None)
+        report = store.recover_latest_validated()
+        assert report.chosen == first
+        assert [(s.id, s.phase) for s in report.skipped] == [(2, "invalid")]
+
+    def test_a_marker_that_a_late_finalize_left_for_a_pruned_attempt_is_no_witness(
+        self, store: BlobCheckpointStore
+    ) -> None:
+        """Killed right after it: the prune has noted that the id was used and is gone."""
+        first = commit(store, 1)
+        commit(store, 2, finalized=False)
+        commit(store, 3, finalized=False)
+        store.prune_before(100)
+        for id in (2, 3):
+            marker = store.blobs.get("manifests/000000000001.final")[0]
+            marker = marker.replace(b'"id":1', b'"id":%d' % id)
+            self.damage(store, f"manifests/{id:012d}.final", marker)
+        report = store.recover_latest_validated()
+        assert (report.chosen, report.skipped) == (first, ())
+        assert store.next_id() == 4
+        commit(store, 4)
+        store.prune(KeepLast(1))
+        assert [k for k in self.keys(store) if k.startswith("manifests/")] == [
+            "manifests/000000000004.final",
+            "manifests/000000000004.json",
+        ]
+
+    def test_a_prune_keeps_the_witness_of_a_lost_checkpoint_until_a_younger_one(
+        self, store: BlobCheckpointStore
+    ) -> None:
+        """Retention must not make a loss invisible."""
+        commit(store, 1)
+        commit(store, 2)
+        commit(store, 3, finalized=False)
+        self.damage(store, "latest.json", None)
+        self.damage(store, "manifests/000000000002.json", None)
+        store.prune(KeepLast(5))
+        store.gc(grace_s=0)
+        assert [s.id for s in store.recover_latest_validated().skipped] == [3, 2]
+        commit(store, 4)
+        store.prune(KeepLast(5))
+        assert "manifests/000000000002.final" not in self.keys(store)
+
     # -- J. peers ------------------------------------------------------------------------
 
     def test_peers_are_read_on_a_shared_root_and_refused_elsewhere(
@@ -2242,6 +2305,10 @@ class BlobStoreSuite(StoreSuite):
         assert caught.value.report is not None
         assert caught.value.report.examined == 1
         assert store.blobs.get("latest.json")[0] == b"broken"
+        assert store.repair_pointer(discard=True, dry_run=True).chosen_id is None
+        assert store.blobs.get("latest.json")[0] == b"broken"
+        assert store.repair_pointer(discard=True).chosen_id is None
+        assert store.load_latest() is None
 
     @pytest.mark.parametrize("code", [28, 13, 30, 5, 122], ids=os.strerror)
     def test_a_storage_that_refuses_is_a_clear_error_and_loses_nothing(
