@@ -89,6 +89,13 @@ class Codec(ABC):
             ValueError: The bytes are not what the coder writes.
         """
 
+    def ends(self, source: Source, at: Positions, end: Positions) -> Positions:
+        """Returns where each value ends: `read`, when the values are not needed.
+
+        What does not matter for where they end may be left unchecked.
+        """
+        return self.read(source, at, end)[1]
+
     @abstractmethod
     def write(self, values: pa.Array) -> pa.BinaryArray:
         """Returns the encoded bytes of each value; ValueError if one cannot be the coder's."""
@@ -184,13 +191,20 @@ class Framed(Codec):
         self._nested = nested
 
     def read(self, source: Source, at: Positions, end: Positions) -> tuple[pa.Array, Positions]:
-        if self._nested:
-            lengths, at = read_varints(source, at, end)
-            require(lengths <= (end - at).astype(np.uint64), "a length reaches past the end")
-            end = at + lengths.astype(np.int64)
+        at, end = self._bounds(source, at, end)
         bare = source.slices(at, end)
         # The cast to text checks that it is UTF-8 (pa.ArrowInvalid is a ValueError).
         return bare if self.type == BINARY else bare.cast(self.type), end
+
+    def ends(self, source: Source, at: Positions, end: Positions) -> Positions:
+        return self._bounds(source, at, end)[1]
+
+    def _bounds(self, source: Source, at: Positions, end: Positions) -> tuple[Positions, Positions]:
+        if not self._nested:
+            return at, end
+        lengths, at = read_varints(source, at, end)
+        require(lengths <= (end - at).astype(np.uint64), "a length reaches past the end")
+        return at, at + lengths.astype(np.int64)
 
     def write(self, values: pa.Array) -> pa.BinaryArray:
         refuse_nulls(values)
@@ -284,6 +298,11 @@ class Tuple(Codec):
             column, at = codec.read(source, at, end)
             columns.append(column)
         return pa.StructArray.from_arrays(columns, fields=list(self.type)), at
+
+    def ends(self, source: Source, at: Positions, end: Positions) -> Positions:
+        for codec in self._codecs:
+            at = codec.ends(source, at, end)
+        return at
 
     def write(self, values: pa.Array) -> pa.BinaryArray:
         refuse_nulls(values)
@@ -498,30 +517,32 @@ def locate_items(
         require(after <= end, "a list is cut short")
         within = np.arange(int(counts.sum())) - np.repeat(offsets_of(counts)[:-1], counts)
         return np.repeat(at, counts) + within * item.width, after
-    longest = int(counts.max(initial=0))
-    if longest <= _FEW and len(counts) > 4 * _FEW:
-        # Few items in each of many lists: all first ones at once, then all second ones, ...
-        after = at.copy()
-        found = []
-        for i in range(longest):
-            more = counts > i
-            found.append(after[more])
-            after[more] = item.read(source, after[more], end[more])[1]
-        return np.sort(np.concatenate(found)) if found else at[:0], after
+    # All first items at once, then all second ones, ..., until few lists have any left.
+    after = at.copy()
+    found = []
+    rows = np.flatnonzero(counts)
+    passed = 0
+    while len(rows) >= _MANY:
+        here = after[rows]
+        found.append(here)
+        after[rows] = item.ends(source, here, end[rows])
+        passed += 1
+        rows = rows[counts[rows] > passed]
     skip, data = item.skip, source.raw
     places = []
-    after = np.empty_like(at)
-    runs = zip(at.tolist(), end.tolist(), counts.tolist(), strict=True)
-    for i, (position, stop, count) in enumerate(runs):
-        for _ in range(count):
+    for row, position, stop in zip(
+        rows.tolist(), after[rows].tolist(), end[rows].tolist(), strict=True
+    ):
+        for _ in range(int(counts[row]) - passed):
             if position >= stop:
                 raise ValueError("a list is cut short")
             places.append(position)
             position = skip(data, position)
         if position > stop:
             raise ValueError("a list is cut short")
-        after[i] = position
-    return np.array(places, np.int64), after
+        after[row] = position
+    found.append(np.array(places, np.int64))
+    return np.sort(np.concatenate(found)), after
 
 
 def _skip_items(item: Codec, data: bytes, at: int, each: Callable[[int], object] | None) -> int:
@@ -550,4 +571,4 @@ def _skip_items(item: Codec, data: bytes, at: int, each: Callable[[int], object]
 
 
 _LENGTH = VarInt()
-_FEW = 8
+_MANY = 32

@@ -295,17 +295,51 @@ def _parse(cls: type[SnapshotRecord], data: bytes, where: str) -> SnapshotRecord
             cells.append(None)
     timers: tuple[SavedTimer, ...] = ()
     carried: tuple[CarriedOutput, ...] = ()
-    if flags & (TIMERS | CARRIED):
+    if flags & TIMERS:
+        timers, i = _parse_timers(data, i, where)
+    if flags & CARRIED:
         reader = _Reader(data, i, where)
-        if flags & TIMERS:
-            timers = tuple([reader.timer() for _ in range(reader.count())])
-        if flags & CARRIED:
-            carried = tuple([reader.carried() for _ in range(reader.count())])
+        carried = tuple([reader.carried() for _ in range(reader.count())])
         i = reader.position
     if i != size:
         _malformed(where, data, f"{abs(size - i)} bytes {'left over' if i < size else 'missing'}")
     updated = int.from_bytes(data[2:10], "big", signed=True)
     return cls(key, window, flags & DELETED != 0, updated, tuple(cells), timers, carried)
+
+
+def _parse_timers(data: bytes, i: int, where: str) -> tuple[tuple[SavedTimer, ...], int]:
+    size = len(data)
+    count = int.from_bytes(data[i : i + 4], "big")
+    i += 4
+    if not 0 < count <= size - i:
+        _malformed(where, data, f"it announces {count} timers")
+    timers = []
+    for _ in range(count):
+        n = data[i]
+        i += 1
+        if n >= 128:
+            n, i = _long_varint(data, i - 1, where)
+        end = i + n
+        family = data[i:end].decode("utf-8")
+        n = data[end]
+        i = end + 1
+        if n >= 128:
+            n, i = _long_varint(data, end, where)
+        end = i + n
+        tag = data[i:end].decode("utf-8")
+        domain, has_output = data[end], data[end + 9]
+        if domain > 1 or has_output > 1:
+            _malformed(where, data, "a timer in it has no possible domain or output")
+        fire = int.from_bytes(data[end + 1 : end + 9], "big", signed=True)
+        i = end + 10
+        output = None
+        if has_output:
+            i += 8
+            if i > size:
+                _malformed(where, data, "it ends too early")
+            output = int.from_bytes(data[i - 8 : i], "big", signed=True)
+        timers.append(SavedTimer(family, tag, DOMAINS[domain], fire, output))
+    return tuple(timers), i
 
 
 def _long_varint(data: bytes, i: int, where: str) -> tuple[int, int]:
@@ -325,7 +359,7 @@ def _long_varint(data: bytes, i: int, where: str) -> tuple[int, int]:
 
 
 class _Reader:
-    """Reads the rare parts of a record, where clarity comes before speed."""
+    """Reads the rare part of a record, where clarity comes before speed."""
 
     __slots__ = ("_data", "_where", "position")
 
@@ -337,16 +371,8 @@ class _Reader:
     def count(self) -> int:
         count = int.from_bytes(self._take(4), "big")
         if not 0 < count <= len(self._data) - self.position:
-            _malformed(self._where, self._data, f"it announces {count} timers or carried outputs")
+            _malformed(self._where, self._data, f"it announces {count} carried outputs")
         return count
-
-    def timer(self) -> SavedTimer:
-        family = self._text()
-        tag = self._text()
-        domain = DOMAINS[self._choice(len(DOMAINS), "a timer domain")]
-        fire = self._time()
-        output = self._time() if self._choice(2, "a presence byte") else None
-        return SavedTimer(family, tag, domain, fire, output)
 
     def carried(self) -> CarriedOutput:
         tag = self._text() if self._choice(2, "a presence byte") else None

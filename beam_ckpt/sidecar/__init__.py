@@ -1,10 +1,23 @@
 """Sidecars: the state of a key group as a Parquet file that any tool can query.
 
-A sidecar has one row per key and window, sorted by encoded key and window, with a typed column for
-the key and for each cell of state (see ``docs`` of the columns at
-:func:`~beam_ckpt.sidecar.sidecar_schema`). Here everything is Arrow: nothing knows of coders, and
-nothing needs Beam. What turns encoded state into these columns is
-:mod:`beam_ckpt.transforms.columns`.
+A sidecar has one row per key and window, in order of the encoded key, then window, and these
+columns: ``key`` and one for each cell of state, of the types their coders have in Arrow (a list for
+a cell of many values; null when a cell is empty); ``_key`` and ``_window``, the encoded bytes;
+``_deleted``, true for a tombstone; ``_updated``, event time of the last touch; ``_timers`` and
+``_carried``, lists of structs, null when there are none. The header, in the metadata of the file,
+says of which operator, key group and boundary it is, and which cell is in which column.
+
+Here everything is Arrow: nothing knows of coders, and nothing needs Beam. What turns encoded state
+into these columns and back is ``beam_ckpt.transforms.columns``.
+
+Example:
+    >>> import pyarrow as pa
+    >>> header = SidecarHeader("totals", 0, None, "full", "StrUtf8Coder", "GlobalWindowCoder", ())
+    >>> schema = sidecar_schema(pa.string(), [])
+    >>> row = {"key": "a", "_key": b"a", "_window": b"", "_deleted": False, "_updated": 0}
+    >>> data = encode_sidecar(pa.Table.from_pylist([row], schema), header)
+    >>> decode_sidecar(data, where="memory")[1]["key"].to_pylist()
+    ['a']
 """
 
 from __future__ import annotations

@@ -32,8 +32,6 @@ def read_struct(data: bytes, at: int) -> tuple[Struct, int]:
 
 
 def _struct(data: bytes, at: int, depth: int) -> tuple[Struct, int]:
-    if depth == 0:
-        raise ValueError("its metadata is nested too deeply")
     fields: Struct = {}
     number = 0
     while True:
@@ -54,6 +52,8 @@ def _struct(data: bytes, at: int, depth: int) -> tuple[Struct, int]:
 
 
 def _value(data: bytes, at: int, kind: int, depth: int) -> tuple[Value, int]:
+    if depth == 0:
+        raise ValueError("its metadata is nested too deeply")
     if kind in (_I16, _I32, _I64):
         zigzag, at = _varint(data, at)
         return zigzag >> 1 ^ -(zigzag & 1), at

@@ -6,9 +6,13 @@ import sys
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import NamedTuple, Optional
 
 import apache_beam as beam
+import duckdb
+import pandas as pd
 import pyarrow as pa
 import pytest
 from apache_beam import coders
@@ -323,6 +327,77 @@ def test_text_in_columns_is_text_and_a_lone_surrogate_is_refused_by_the_coder_as
     assert table["one"][0].as_py() == "\u0000é🚕"
     with pytest.raises(UnicodeEncodeError):
         STR.encode("\ud800")
+
+
+def test_duckdb_and_pandas_read_keys_and_cells_of_every_kind(tmp_path: Path) -> None:
+    at = Timestamp(1_370_088_000)
+    values: dict[str, tuple[Coder, object, str, object]] = {
+        "text": (STR, "é", "VARCHAR", "é"),
+        "number": (INT, -(2**63), "BIGINT", -(2**63)),
+        "small": (VarInt32Coder(), 7, "INTEGER", 7),
+        "ratio": (FLOAT, 1.5, "DOUBLE", 1.5),
+        "flag": (BOOL, True, "BOOLEAN", True),
+        "raw": (BYTES, b"\0", "BLOB", b"\0"),
+        "at": (coders.TimestampCoder(), at, "TIMESTAMP WITH TIME ZONE", at.to_utc_datetime()),
+        "first": (coders.TimestampCoder(), MIN_TIMESTAMP, "TIMESTAMP WITH TIME ZONE", None),
+        "pair": (
+            coders.TupleCoder([STR, INT]),
+            ("a", 1),
+            "STRUCT(f0 VARCHAR, f1 BIGINT)",
+            {"f0": "a", "f1": 1},
+        ),
+        "flight": (
+            FLIGHT,
+            Flight("N1", None, [0.5]),
+            "STRUCT(tail VARCHAR, delay BIGINT, legs DOUBLE[])",
+            {"tail": "N1", "delay": None, "legs": [0.5]},
+        ),
+        "list": (ListCoder(STR), ["a", ""], "VARCHAR[]", ["a", ""]),
+        "map": (coders.MapCoder(STR, INT), {"a": 1}, "MAP(VARCHAR, BIGINT)", {"a": 1}),
+        "maybe": (coders.NullableCoder(STR), None, "STRUCT(value VARCHAR)", {"value": None}),
+        "any": (ANY, 5, "BLOB", ANY.encode(5)),
+    }
+    state = OperatorState(
+        "op",
+        coders.TupleCoder([STR, INT]),
+        GlobalWindowCoder(),
+        (
+            *(CellState(n, "read_modify_write", c) for n, (c, *_) in values.items()),
+            CellState("bag", "bag", INT),
+        ),
+        False,
+    )
+    cells = (*(coder.encode(value) for coder, value, *_ in values.values()), (b"\x01", b"\x02"))
+    key = coders.TupleCoder([STR, INT]).encode(("k", 3))
+    record = SnapshotRecord(key, b"", False, at.micros, cells, (), ())
+    path = tmp_path / "sidecar.parquet"
+    header = state.header(key_group=0, boundary=None, kind="full")
+    path.write_bytes(encode_sidecar(state.to_table([record]), header))
+
+    rows = duckdb.sql(f"SELECT * FROM '{path}'")
+    types = {n: str(t).replace('"', "") for n, t in zip(rows.columns, rows.types, strict=True)}
+    [row] = rows.fetchall()
+    found = dict(zip(rows.columns, row, strict=True))
+    assert (types["key"], found["key"]) == (
+        "STRUCT(f0 VARCHAR, f1 BIGINT)",
+        {"f0": "k", "f1": 3},
+    )
+    assert (types["bag"], found["bag"]) == ("BIGINT[]", [1, 2])
+    for name, (_, _, type_, expected) in values.items():
+        assert types[name] == type_
+        if isinstance(expected, datetime):
+            found[name] = found[name].astimezone(UTC).replace(tzinfo=None)
+        if name != "first":  # earlier than Python's datetime can be
+            assert found[name] == expected
+    [(first,)] = duckdb.sql(f"SELECT epoch_ms(first) FROM '{path}'").fetchall()
+    assert first == MIN_TIMESTAMP.micros // 1000
+
+    frame = pd.read_parquet(path, columns=["key", "text", "number", "at", "pair", "list", "bag"])
+    assert frame["key"][0] == {"f0": "k", "f1": 3}
+    assert (frame["text"][0], frame["number"][0]) == ("é", -(2**63))
+    assert str(frame["at"].dtype) == "datetime64[ms, UTC]"
+    assert frame["at"][0] == pd.Timestamp(at.to_utc_datetime(), tz="UTC")
+    assert (list(frame["list"][0]), list(frame["bag"][0])) == (["a", ""], [1, 2])
 
 
 # --- bytes that are not the coder's --------------------------------------------------------------
