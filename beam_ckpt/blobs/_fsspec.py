@@ -9,7 +9,6 @@ with the reason, since two writers could both believe that they had published a 
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import re
 import secrets
@@ -34,7 +33,6 @@ from beam_ckpt.errors import CheckpointStorageError, StoreUrlError
 
 __all__ = ["FsspecBlobs"]
 
-_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
@@ -190,8 +188,7 @@ class FsspecBlobs(Blobs):
                     raise PreconditionFailed from None
                 if trouble not in ("again", "unknown"):
                     self._final(trouble, e, where)
-                _log.debug("%s: %s", where, self._told(e))
-                if not budget.pause():
+                if not budget.pause(why=f"{where}: {self._told(e)}"):
                     self._gave_up(where, e, budget)
 
     # Writes
@@ -256,8 +253,7 @@ class FsspecBlobs(Blobs):
                     if in_doubt:
                         break
                     self._final(trouble, e, where)
-            _log.debug("write %s: %s", where, self._told(last))
-            if not budget.pause():
+            if not budget.pause(why=f"write {where}: {self._told(last)}"):
                 if in_doubt:
                     break
                 self._gave_up(where, last, budget)

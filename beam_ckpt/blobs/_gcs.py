@@ -28,7 +28,6 @@ import binascii
 import contextlib
 import errno
 import json
-import logging
 import os
 import pickle
 import re
@@ -58,8 +57,6 @@ from beam_ckpt.blobs._settle import TOKEN, Holder, marks, settle
 from beam_ckpt.errors import CheckpointStorageError, StoreUrlError
 
 __all__ = ["GcsBlobs"]
-
-_log = logging.getLogger(__name__)
 
 _FIELDS = "name,size,generation,crc32c,storageClass,metadata"
 _PAGE = 1000
@@ -475,8 +472,9 @@ class GcsBlobs(Blobs):
             outcome = client.send(request)
             if isinstance(outcome, _Reply):
                 return outcome
-            _log.debug("%s %s: %s", request.method, where, outcome.reason)
-            if outcome.permanent or not budget.pause(outcome.wait):
+            if outcome.permanent or not budget.pause(
+                outcome.wait, why=f"{request.method} {where}: {outcome.reason}"
+            ):
                 self._gave_up(where, outcome, budget)
 
     def _gave_up(self, where: str, failure: _Failure, budget: Budget) -> NoReturn:
@@ -711,8 +709,9 @@ class GcsBlobs(Blobs):
                 else:
                     self._refuse(outcome, where)
             in_doubt = in_doubt or outcome.may_have_happened
-            _log.debug("write %s: %s", where, outcome.reason)
-            if outcome.permanent or not budget.pause(outcome.wait):
+            if outcome.permanent or not budget.pause(
+                outcome.wait, why=f"write {where}: {outcome.reason}"
+            ):
                 break
         if not in_doubt and isinstance(outcome, _Failure):
             self._gave_up(where, outcome, budget)
@@ -810,8 +809,9 @@ class GcsBlobs(Blobs):
             else:
                 offset = None
             doubt = doubt or outcome.may_have_happened
-            _log.debug("upload %s: %s", where, outcome.reason)
-            if outcome.permanent or not budget.pause(outcome.wait):
+            if outcome.permanent or not budget.pause(
+                outcome.wait, why=f"upload {where}: {outcome.reason}"
+            ):
                 break
         if doubt:
             raise BlobIndeterminate(key)
@@ -894,7 +894,7 @@ class GcsBlobs(Blobs):
                     f"{where}: the answer names no generation: is there a cache between this "
                     "machine and Cloud Storage?",
                 )
-            if budget.attempts or not budget.pause():
+            if budget.attempts or not budget.pause(why=f"{where}: the crc32c does not match"):
                 raise BlobInvalid(
                     key, f"crc32c {found:08x} was read, {stored:08x} is what the server keeps"
                 )
@@ -1016,7 +1016,7 @@ class GcsBlobs(Blobs):
                 left.append(key)
                 last = outcome
             keys = left
-            if keys and not budget.pause(last.wait):
+            if keys and not budget.pause(last.wait, why=f"delete {self.url}: {last.reason}"):
                 self._gave_up(f"{self.url}: delete of {len(keys)} objects", last, budget)
 
     def _delete_one(self, key: str) -> None:

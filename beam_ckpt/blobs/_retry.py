@@ -7,12 +7,15 @@ Backoff And Jitter*, AWS Architecture Blog, 2015).
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 
 from beam_ckpt.errors import StoreUrlError
 
 __all__ = ["Budget", "redact_url", "take_number"]
+
+_log = logging.getLogger(__name__)
 
 _FIRST_PAUSE = 0.2
 _LONGEST_PAUSE = 16.0
@@ -31,16 +34,18 @@ class Budget:
         self.attempts = 0
         self._deadline = time.monotonic() + seconds
         self._pauses = 0
+        self._warned = False
 
     @property
     def left(self) -> float:
         """Seconds until the deadline; negative beyond it."""
         return self._deadline - time.monotonic()
 
-    def pause(self, at_least: float = 0.0) -> bool:
+    def pause(self, at_least: float = 0.0, *, why: str = "") -> bool:
         """Sleeps before another attempt; `False`, at once, when there is no time for one.
 
         Args:
+            why: What is retried and what went wrong: logged, as a warning once it takes long.
             at_least: Seconds that the server asked for (`Retry-After`, or the write rate it
                 allows an object); cut to the longest pause.
         """
@@ -50,6 +55,10 @@ class Budget:
             pause = max(pause, random.uniform(1.0, 1.25) * min(at_least, _LONGEST_PAUSE))
         if pause >= self.left:
             return False
+        loud = pause > 2.0 and not self._warned
+        self._warned = self._warned or loud
+        text = "%s; trying again, for up to %.0f s more"
+        _log.log(logging.WARNING if loud else logging.DEBUG, text, why, self.left)
         self._pauses += 1
         time.sleep(pause)
         return True
