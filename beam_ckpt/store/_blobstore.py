@@ -421,10 +421,11 @@ class BlobCheckpointStore(CheckpointStore):
                     raise
                 pointer = current
 
-    def _publish(self, target: Pointer) -> None:
+    def _publish(self, target: Pointer, seen: tuple[Pointer | None, str] | None = None) -> None:
         key = self._paths.latest
         for attempt in range(_CAS_ATTEMPTS):
-            current, version = self._read_pointer()
+            current, version = seen or self._read_pointer()
+            seen = None  # once: then somebody has moved it
             step = pointer_step(current, target)
             if step is PointerStep.CONFLICT:
                 self._bad_pointer(
@@ -541,7 +542,7 @@ class BlobCheckpointStore(CheckpointStore):
                 "saved, a younger run has given it up and pruned it"
             )
         # Before anything is published: a broken pointer stays broken, and is named.
-        pointer, _ = self._read_pointer()
+        pointer, version = self._read_pointer()
         if pointer is not None and pointer.id > id:
             self._follow_moving(pointer)
         run = stored.manifest.run
@@ -563,7 +564,8 @@ class BlobCheckpointStore(CheckpointStore):
         self._publish(
             Pointer(
                 id=id, checkpoint_id=marker.checkpoint_id, manifest_sha256=marker.manifest_sha256
-            )
+            ),
+            (pointer, version),
         )
         return stored.manifest.with_phase("finalized")
 

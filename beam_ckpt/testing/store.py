@@ -2259,6 +2259,61 @@ class BlobStoreSuite(StoreSuite):
         assert store.gc(grace_s=3600).deleted == ()
         assert [g.reason for g in store.gc(grace_s=0).deleted] == ["checkpoint 2 was never saved"]
 
+    def test_a_superseded_run_that_prunes_and_collects_takes_nothing_of_its_successor(
+        self, opener: Opener[BlobCheckpointStore]
+    ) -> None:
+        """A stalled run that wakes up may clean; it must not clean up others."""
+        old = opener()
+        run = RunIdentity(generation=old.claim_generation("old"), run_id="old")
+        for id in (1, 2):
+            commit(old, id, run=run, watermark=id)
+        new = opener()
+        generation = new.claim_generation("new", restored_from=1)
+        uploaded = write(new, b"on its way", run_id="new", boundary=9)
+        old.prune(KeepLast(1))
+        old.prune_before(2**63)
+        old.gc(grace_s=0)
+        assert new.validate_checkpoint(1).valid
+        successor = RunIdentity(generation=generation, run_id="new")
+        new.save(a_manifest(3, operators=listing([uploaded]), run=successor, finalized=True))
+        old.prune(KeepLast(1))
+        old.gc(grace_s=0)
+        assert new.validate_checkpoint(3).valid
+        assert new.recover_latest_validated().chosen_id == 3
+
+    def test_cleaning_a_store_touches_nothing_beside_it(
+        self, opener: Opener[BlobCheckpointStore]
+    ) -> None:
+        """A prefix that begins like another, or lies within it, is another store."""
+        stores = [opener(at) for at in ("jobs/a", "jobs/a1", "jobs/b")]
+        for store in stores:
+            store.claim_generation("run-1")
+            for id in (1, 2, 3):
+                commit(store, id)
+            write(store, b"orphan", run_id="run-1", boundary=1)
+            store.claim_generation("run-2")
+        before = [self.keys(s) for s in stores[1:]]
+        stores[0].prune(KeepLast(1))
+        assert len(stores[0].gc(grace_s=0).deleted) == 1
+        assert [self.keys(s) for s in stores[1:]] == before
+
+    def test_a_save_that_failed_is_not_remembered_as_one(
+        self, opener: Opener[BlobCheckpointStore]
+    ) -> None:
+        """No cache of what should have happened."""
+        commit(opener(), 1)
+        plan = FaultPlan(Fault("put_if_absent", "manifests/*.json", action="error"))
+        store = faulty_store(opener(), plan)
+        store.prune(KeepLast(5))
+        with pytest.raises(CheckpointStorageError):
+            commit(store, 2)
+        assert store.list_ids() == [1]
+        assert store.load_by_id(2) is None
+        assert store.prune(KeepLast(5)).kept == (1,)
+        second = commit(store, 2)
+        assert store.load_latest() == second
+        assert store.prune(KeepLast(5)).kept == (1, 2)
+
     def test_gc_takes_what_a_prune_cannot_have_left_but_a_finalize_may(
         self, store: BlobCheckpointStore
     ) -> None:
