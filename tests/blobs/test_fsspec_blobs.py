@@ -112,8 +112,9 @@ def s3(make_backend):
     return make_backend("s3")
 
 
-def test_s3_is_accepted_and_conditions_hold_there(s3) -> None:
-    blobs = s3.open()
+@pytest.mark.parametrize("name", ["s3", "azure"])
+def test_s3_and_azure_are_accepted_and_conditions_hold_there(make_backend, name: str) -> None:
+    blobs = make_backend(name).open()
     blobs.require_writable()
     assert list(blobs.list("")) == []  # the probe left nothing
     first = blobs.put_if_absent("a/b", b"1")
@@ -135,7 +136,7 @@ def test_s3_is_accepted_and_conditions_hold_there(s3) -> None:
 
 def test_a_missing_s3_bucket_is_an_error_and_never_an_empty_store(s3) -> None:
     blobs = dataclasses.replace(s3, url="s3://no-such-bucket/a").open()
-    for operation in (
+    for operation in (  # each of which could mistake it for an empty store
         lambda: blobs.list(""),
         lambda: blobs.head("a"),
         lambda: blobs.get("a"),
@@ -166,6 +167,7 @@ def test_an_s3_server_that_ignores_conditions_is_refused_and_left_clean(
         assert blobs.get("b")[0] == b"readable"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
     [Fault("lost_response"), Fault("status", status=503), Fault("status_after"), Fault("reset")],
@@ -182,6 +184,7 @@ def test_writers_on_s3_know_that_they_won(s3, fault: Fault) -> None:
         assert blobs.get("a") == (b"2", second)
 
 
+@pytest.mark.slow
 def test_s3_credentials_are_not_in_errors(s3) -> None:
     with FaultProxy(s3.options["endpoint_url"]) as proxy:
         blobs = s3.open(endpoint_url=proxy.url, retry_seconds=0.2)
