@@ -31,6 +31,7 @@ class RetentionFacts:
         timestamp_ms: Wall clock of its commit.
         finalized: Whether it is a recovery point.
         sidecars: Paths of the files that it lists.
+        generation: Of the run that wrote it; 0 for none.
     """
 
     id: int
@@ -38,6 +39,7 @@ class RetentionFacts:
     timestamp_ms: int
     finalized: bool
     sidecars: frozenset[str] = frozenset()
+    generation: int = 0
 
 
 class RetentionPolicy(ABC):

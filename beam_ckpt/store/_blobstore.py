@@ -23,8 +23,9 @@ import copy
 import errno
 import random
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, NoReturn, Self, TypeVar
 
@@ -104,10 +105,13 @@ __all__ = ["BlobCheckpointStore", "Stored"]
 
 MAX_INVENTORY = 65_536
 _CAS_ATTEMPTS = 32
+_PARALLEL = 8
 _READ_WHOLE = 32 * 1024 * 1024
 _READ_PIECE = 8 * 1024 * 1024
 
 _R = TypeVar("_R", bound=_Record)
+_A = TypeVar("_A")
+_B = TypeVar("_B")
 
 _ADVICE = {
     errno.ENOSPC: "free some space (or prune) and run again: what was published is whole",
@@ -371,6 +375,13 @@ class BlobCheckpointStore(CheckpointStore):
             if stored is not None:  # else pruned meanwhile
                 found.append((id, stored.manifest.epoch))
         return found
+
+    def _each(self, act: Callable[[_A], _B], items: Sequence[_A]) -> builtins.list[_B]:
+        """Applies a read to each; side by side where each costs a round trip."""
+        if len(items) < 3 or not self._blobs.shared_root:
+            return [act(item) for item in items]
+        with ThreadPoolExecutor(_PARALLEL) as pool:
+            return list(pool.map(act, items))
 
     # -- the pointer ---------------------------------------------------------------------
 
@@ -804,8 +815,9 @@ class BlobCheckpointStore(CheckpointStore):
             )
         # No hashing of what cannot be used, nor of attempts that recovery passes over anyway.
         if stored is not None and not issues and (prepared or isinstance(marker, FinalMarker)):
-            for operator, group, entry in stored.manifest.sidecars():
-                issue = self._sidecar_issue(entry, deep=deep)
+            entries = stored.manifest.sidecars()
+            found = self._each(lambda e: self._sidecar_issue(e[2], deep=deep), entries)
+            for (operator, group, entry), issue in zip(entries, found, strict=True):
                 if issue:
                     name = entry.path or "inline state"
                     issues.append(f"operator {operator!r}, key group {group}: {name}: {issue}")
@@ -890,7 +902,8 @@ class BlobCheckpointStore(CheckpointStore):
         self._ensure_namespace()
         while True:
             claimed = self._claims()
-            mine = next((g for g in reversed(claimed) if self._read_claim(g).run_id == run_id), 0)
+            held = self._each(self._read_claim, claimed)
+            mine = max((c.generation for c in held if c.run_id == run_id), default=0)
             if mine:
                 self.check_generation(mine, run_id)
                 break
@@ -921,12 +934,18 @@ class BlobCheckpointStore(CheckpointStore):
     def _retention_facts(self, found: _Inventory) -> builtins.list[RetentionFacts]:
         """Reads what pruning decides by; manifests are immutable, so each is read once."""
         facts = []
-        for id in found.ids:
+
+        def versions_of(id: int) -> tuple[str, str]:
             final = found.finals.get(id)
-            versions = (found.manifests[id].version, final.version if final else "")
+            return found.manifests[id].version, final.version if final else ""
+
+        new = [i for i in found.ids if i not in self._seen or self._seen[i][0] != versions_of(i)]
+        read = dict(zip(new, self._each(self._load, new), strict=True))
+        for id in found.ids:
+            final, versions = found.finals.get(id), versions_of(id)
             seen = self._seen.get(id)
             if seen is None or seen[0] != versions:
-                loaded = self._load(id)
+                loaded = read.get(id)
                 if loaded is None:
                     continue  # pruned meanwhile
                 stored, marker = loaded
@@ -939,6 +958,7 @@ class BlobCheckpointStore(CheckpointStore):
                         timestamp_ms=m.timestamp_ms,
                         finalized=isinstance(marker, FinalMarker),
                         sidecars=frozenset(m.sidecar_paths()),
+                        generation=m.run.generation if m.run else 0,
                     ),
                 )
                 if (final is None) == (marker is None):
@@ -954,20 +974,11 @@ class BlobCheckpointStore(CheckpointStore):
         claimed = self._claims()
         if claimed:
             claim = self._read_claim(claimed[-1])
-            restored = claim.restored_from
             # Until the run has finalized one of its own, this is what a retry of it restores.
-            if restored is not None and not self._has_finalized(facts, claim.generation, restored):
-                keep.add(restored)
+            own = any(f.finalized and f.generation == claim.generation for f in facts)
+            if claim.restored_from is not None and not own:
+                keep.add(claim.restored_from)
         return keep
-
-    def _has_finalized(self, facts: Iterable[RetentionFacts], generation: int, after: int) -> bool:
-        for fact in sorted(facts, key=lambda f: -f.id):
-            if fact.finalized and fact.id > after:
-                stored = self._read_manifest(fact.id)
-                run = None if stored is None else stored.manifest.run
-                if run is not None and run.generation == generation:
-                    return True
-        return False
 
     def prune(self, policy: RetentionPolicy, *, dry_run: bool = False) -> PruneReport:
         """See `CheckpointStore.prune`."""
@@ -1094,7 +1105,7 @@ class BlobCheckpointStore(CheckpointStore):
         facts = self._retention_facts(found)
         finalized = [f for f in facts if f.finalized]
         latest = None if not finalized else self.load_by_id(max(f.id for f in finalized))
-        claims = [self._read_claim(g) for g in self._claims()]
+        claims = self._each(self._read_claim, self._claims())
         rules = GcFacts(
             generations={c.run_id: c.generation for c in claims},
             latest_id=latest.id if latest else 0,
