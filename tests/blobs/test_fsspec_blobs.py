@@ -14,7 +14,10 @@ from beam_ckpt.blobs import BlobConflict, BlobExists, BlobTooLarge, open_blobs
 from beam_ckpt.blobs._fsspec import FsspecBlobs
 from beam_ckpt.blobs._local import LocalBlobs
 from beam_ckpt.errors import CheckpointStorageError, StoreUrlError
+from beam_ckpt.retention import KeepLast
+from beam_ckpt.store import open_store
 from beam_ckpt.testing.fault_proxy import Fault, FaultProxy
+from beam_ckpt.testing.store import a_manifest, listing
 
 
 @pytest.fixture
@@ -132,6 +135,31 @@ def test_s3_and_azure_are_accepted_and_conditions_hold_there(make_backend, name:
     assert again._refusal == ""  # the probe's word travels to the workers
     again.delete_many(["a/b", "absent"])
     assert blobs.head("a/b") is None
+
+
+@pytest.mark.parametrize("name", ["s3", "azure"])
+def test_a_store_there_commits_loads_and_prunes(make_backend, name: str) -> None:
+    backend = make_backend(name)
+    store = open_store(backend.url, **backend.options)
+    for id in (1, 2, 3):
+        entry = store.write_sidecar(
+            operator="totals",
+            key_group=0,
+            boundary=id,
+            run_id="r",
+            data=b"%d" % id * 100,
+            kind="full",
+            rows=1,
+        ).model_copy(update={"epoch": id})
+        operators = listing([("totals", 0, entry)])
+        store.save(a_manifest(id, finalized=True, watermark=id, operators=operators))
+    again = open_store(backend.url, **backend.options)
+    latest = again.load_latest()
+    assert latest is not None and latest.id == 3
+    assert again.recover_latest_validated().chosen_id == 3
+    again.prune(KeepLast(1))
+    assert again.list_ids() == [3]
+    assert len(again.blobs.list("state/")) == 1
 
 
 def test_a_missing_s3_bucket_is_an_error_and_never_an_empty_store(s3) -> None:

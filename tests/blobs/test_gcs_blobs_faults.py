@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from beam_ckpt.blobs import (
     Blobs,
     open_blobs,
 )
+from beam_ckpt.blobs._base import crc32c
 from beam_ckpt.errors import CheckpointStorageError
 from beam_ckpt.testing.fault_proxy import Fault, FaultProxy
 from beam_ckpt.testing.gcs import GcsBucket
@@ -367,6 +369,19 @@ def test_a_create_race_under_faults_has_one_winner_who_knows_it(
         for thread in threads:
             thread.join()
         assert won == [everyone[0].get(f"c/{n}")[0]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_large_objects_get_through_bad_weather_whole(
+    proxy: FaultProxy, proxied: Proxied, seed: int
+) -> None:
+    blobs = proxied()  # the default sizes: resumable above 32 MiB
+    data = random.Random(seed).randbytes(70 << 20)
+    proxy.schedule(seed, rate=0.3, longest_run=2)
+    meta = blobs.put("large", data)
+    assert (meta.size, meta.crc32c) == (len(data), crc32c(data))
+    assert blobs.get("large")[0] == data
 
 
 def test_an_upload_that_the_server_ends_early_is_taken_back_and_made_anew(
