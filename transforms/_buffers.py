@@ -67,10 +67,13 @@ class Source:
     def slices(self, starts: Positions, ends: Positions) -> pa.BinaryArray:
         """Returns the bytes between these positions, which ascend and do not overlap."""
         lengths = ends - starts
+        if len(lengths) < 64:
+            pairs = zip(starts.tolist(), ends.tolist(), strict=True)
+            return pa.array([self.raw[start:end] for start, end in pairs], BINARY)
         offsets = offsets_of(lengths)
         if int(offsets[-1]) == len(self.data):
             return binary_array(offsets, self.data)
-        sizes = np.flatnonzero(np.bincount(lengths)) if lengths.max(initial=0) < 256 else None
+        sizes = np.flatnonzero(np.bincount(lengths)) if lengths.max() < 256 else None
         if sizes is None or len(sizes) > 24:
             return binary_array(offsets, self.data[self._marked(starts, ends)])
         # One size at a time, as if its values were numbers that wide: a copy per value, not byte.
@@ -99,7 +102,7 @@ class Source:
 
 def require(condition: Flags | np.bool_ | bool, otherwise: str) -> None:
     """Raises ValueError with this text unless every flag is true."""
-    if not np.all(condition):
+    if not (condition.all() if isinstance(condition, np.ndarray) else condition):
         raise ValueError(otherwise)
 
 
@@ -136,13 +139,12 @@ def lengths_of(values: pa.BinaryArray) -> Positions:
 
 def int32_array(offsets: Positions) -> pa.Array:
     """Returns offsets as Arrow's strings and lists have them; ValueError from 2 GiB on."""
-    require(offsets[-1] <= np.iinfo(np.int32).max, "a column has 2 GiB or more in one piece")
-    return pa.array(offsets.astype(np.int32))
+    return number_array(pa.int32(), _int32(offsets))
 
 
 def binary_array(offsets: Positions, data: npt.NDArray[np.generic]) -> pa.BinaryArray:
     """Returns the bytes between each offset and the next."""
-    buffers = [None, int32_array(offsets).buffers()[1], pa.py_buffer(np.ascontiguousarray(data))]
+    buffers = [None, pa.py_buffer(_int32(offsets)), pa.py_buffer(np.ascontiguousarray(data))]
     return pa.Array.from_buffers(BINARY, len(offsets) - 1, buffers)
 
 
@@ -213,6 +215,12 @@ def write_varints(values: npt.NDArray[np.uint64]) -> pa.BinaryArray:
         out[starts + i] = byte
         values, starts, sizes = values[more] >> np.uint64(7), starts[more], sizes[more]
     return binary_array(offsets, out)
+
+
+def _int32(offsets: Positions) -> npt.NDArray[np.int32]:
+    if offsets[-1] >= 2**31:
+        raise ValueError("a column has 2 GiB or more in one piece")
+    return offsets.astype(np.int32)
 
 
 def _parts_of(values: pa.BinaryArray) -> tuple[Positions, Bytes]:

@@ -111,7 +111,7 @@ def _identity_parts(coder: Coder) -> list[str]:
         return [hashlib.sha256(canonical.encode()).hexdigest()[:16]]
     if isinstance(coder, (coders.MapCoder, DeterministicMapCoder)):
         return [coder_identity(coder._key_coder), coder_identity(coder._value_coder)]
-    return [coder_identity(component) for component in coder._get_component_coders()]
+    return [coder_identity(c) for c in coder._get_component_coders() if c is not None]
 
 
 def _quoted(name: str) -> str:

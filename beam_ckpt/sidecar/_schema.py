@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Literal, NoReturn
 
@@ -130,7 +130,8 @@ class SidecarHeader:
 
     def to_json(self) -> bytes:
         """Returns canonical JSON: the same header gives the same bytes."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode("ascii")
+        fields = {**vars(self), "cells": [vars(cell) for cell in self.cells]}
+        return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode("ascii")
 
     @classmethod
     def from_json(cls, data: bytes, *, where: str) -> SidecarHeader:

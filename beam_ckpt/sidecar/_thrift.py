@@ -16,7 +16,8 @@ Struct: TypeAlias = dict[int, Value]
 
 _MAX_DEPTH = 16
 _TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _BINARY, _LIST, _STRUCT = 1, 2, 3, 4, 5, 6, 8, 9, 12
-_INTEGERS = frozenset({_BYTE, _I16, _I32, _I64})
+_INTEGERS = frozenset({_I16, _I32, _I64})
+_FLAGS = frozenset({_TRUE, _FALSE})
 
 
 def read_struct(data: bytes, at: int) -> tuple[Struct, int]:
@@ -45,7 +46,11 @@ def _struct(data: bytes, at: int, depth: int) -> tuple[Struct, int]:
             zigzag, at = _varint(data, at)
             number = zigzag >> 1 ^ -(zigzag & 1)
         kind = head & 15
-        if kind in (_TRUE, _FALSE):
+        if kind in _INTEGERS and data[at] < 128:  # most fields are small numbers
+            zigzag = data[at]
+            fields[number] = zigzag >> 1 ^ -(zigzag & 1)
+            at += 1
+        elif kind in _FLAGS:
             fields[number] = kind == _TRUE
         else:
             fields[number], at = _value(data, at, kind, depth)
@@ -54,11 +59,14 @@ def _struct(data: bytes, at: int, depth: int) -> tuple[Struct, int]:
 def _value(data: bytes, at: int, kind: int, depth: int) -> tuple[Value, int]:
     if depth == 0:
         raise ValueError("its metadata is nested too deeply")
-    if kind in (_I16, _I32, _I64):
+    if kind in _INTEGERS:
         zigzag, at = _varint(data, at)
         return zigzag >> 1 ^ -(zigzag & 1), at
     if kind == _BINARY:
-        size, at = _varint(data, at)
+        size = data[at]
+        at += 1
+        if size >= 128:
+            size, at = _varint(data, at - 1)
         if size > len(data) - at:
             raise ValueError("its metadata ends too early")
         return data[at : at + size], at + size
@@ -77,7 +85,7 @@ def _value(data: bytes, at: int, kind: int, depth: int) -> tuple[Value, int]:
         return items, at
     if kind == _STRUCT:
         return _struct(data, at, depth - 1)
-    if kind in (_TRUE, _FALSE, _BYTE):  # as items of a list, truth values are bytes
+    if kind == _BYTE or kind in _FLAGS:  # as items of a list, truth values are bytes
         return data[at], at + 1
     raise ValueError(f"its metadata has a value of unknown kind {kind}")
 
