@@ -93,6 +93,7 @@ END = datetime(2014, 1, 5, tzinfo=UTC)
 """The last cut: late enough for the timers of the last departures (2014-01-01 04:59 UTC)."""
 DEFAULT_FLIGHTS = 5_000
 KILLS = 14
+LEAST_KILLS = 10
 
 
 # --- the data ---------------------------------------------------------------------------------
@@ -424,9 +425,12 @@ class Kill:
 
 
 def draw_kills(kills: int, runs: int) -> list[Kill]:
-    """Spreads the kills over the runs, every second one at a step of the write protocol."""
+    """Spreads the kills over the runs, every second one at a step of the write protocol.
+
+    The last is one of these: a random moment may come after the last run, a step cannot.
+    """
     names = list(STEPS)
-    steps = [names[i // 2 % len(names)] if i % 2 else None for i in range(kills)]
+    steps = [names[i // 2 % len(names)] if (kills - i) % 2 else None for i in range(kills)]
     return [Kill(i * runs // kills, step) for i, step in enumerate(steps)]
 
 
@@ -543,7 +547,10 @@ Flights = Annotated[int, typer.Option(help="How many flights, by whole aircraft.
 All = Annotated[bool, typer.Option("--all", help="The whole year: 334,264 flights.")]
 Seed = Annotated[int, typer.Option(help="Draws the aircraft, the order of rows and the kills.")]
 Store = Annotated[str, typer.Option(help="Where to put the stores; default: the work folder.")]
-Work = Annotated[Path, typer.Option(help="Folder for the data and the outputs; emptied first.")]
+Work = Annotated[
+    Path,
+    typer.Option(help="Folder for data, outputs and stores of the jobs; theirs are emptied first."),
+]
 Runner = Annotated[str, typer.Option(help="A Beam runner.")]
 
 
@@ -581,7 +588,7 @@ def crash(
     store: Store = "",
     work: Work = Path("flights-work"),
     runner: Runner = "FnApiRunner",
-    kills: Annotated[int, typer.Option(help="How often to kill.", min=10)] = KILLS,
+    kills: Annotated[int, typer.Option(help="How often to kill.", min=LEAST_KILLS)] = KILLS,
 ) -> None:
     """The twelve runs, killed by SIGKILL again and again; the same rows as one run."""
     jobs = ["run", "months", "crash"]
@@ -640,6 +647,9 @@ def demonstrate(
             counts = (len(job.cuts) - 1, outcome.kills, outputs_of(job), state_of(job))
             rows_found = (n if isinstance(n, int) else n.total() for n in counts)
             table.add_row(job.name, *(f"{n:,}" for n in rows_found), f"{outcome.seconds:.0f}")
+            if deaths.get(job.name) and outcome.kills < LEAST_KILLS:
+                console.print(f"[red]{outcome.kills} kills came in time, too few to show anything")
+                raise typer.Exit(1)
     console.print(table)
     for job in jobs[1:]:
         found = differences(jobs[0], job)
