@@ -65,6 +65,7 @@ _U64 = 2**64 - 1
 _MAX_VALUES = 500_000
 _MAX_CONTAINERS = 200_000
 _MAX_KEYS = 65_536
+_SMALL = 65_536
 
 U64 = Annotated[int, Field(ge=0, le=_U64)]
 Id = Annotated[int, Field(ge=1, le=_U64)]
@@ -538,8 +539,9 @@ def parse_record(cls: type[_R], data: bytes, *, where: str, limit: int = MAX_REC
     if missing:
         _refuse(where, f"no {missing[0]} field")
     try:
-        # pydantic collects every problem there is, which in a hostile record are many.
-        _stop_at_first(cls, raw, "")
+        # pydantic collects every problem there is, which in a large hostile record are many.
+        if len(data) > _SMALL:
+            _stop_at_first(cls, raw, "")
         del raw
         return cls.model_validate_json(text)
     except ValidationError as e:

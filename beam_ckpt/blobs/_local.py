@@ -20,6 +20,7 @@ import secrets
 import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 
 from beam_ckpt.blobs._base import (
     ABSENT,
@@ -336,7 +337,7 @@ class LocalBlobs(Blobs):
                             # Not entry.stat() of a link: is_file saw a regular file.
                             info = entry.stat(follow_symlinks=False)
                             found.append(BlobMeta(key, info.st_size, _version(info)))
-        return sorted(found, key=lambda meta: meta.key)
+        return sorted(found, key=attrgetter("key"))
 
     def odd_entries(self, prefix: str) -> Sequence[str]:
         """See `Blobs.odd_entries`."""

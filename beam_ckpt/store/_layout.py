@@ -13,7 +13,8 @@ from beam_ckpt.manifest import new_checkpoint_id, uuid7_millis
 __all__ = ["Layout", "SidecarName"]
 
 _MAX_U64 = 2**64 - 1
-_MANIFEST = re.compile(r"([0-9]{12,20})\.(json|final|used)")
+# Twelve digits, or more without a zero in front: each id has one name.
+_MANIFEST = re.compile(r"([0-9]{12}|[1-9][0-9]{12,19})\.(json|final|used)")
 _RUN = re.compile(r"([0-9]{8,20})\.json")
 _UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
 _SIDECAR = re.compile(rf"(end|-?[0-9]{{1,20}})-(.{{1,160}})-({_UUID})\.parquet")
@@ -116,11 +117,9 @@ class Layout:
         Raises:
             InvalidCheckpointError: The name is not canonical.
         """
-        found = _MANIFEST.fullmatch(key.removeprefix(self.manifests))
-        if found:
-            id, kind = int(found[1]), found[2]
-            if 1 <= id <= _MAX_U64 and key == f"{self.manifests}{id:012d}.{kind}":
-                return id, kind
+        found = _MANIFEST.fullmatch(key, len(self.manifests))
+        if found and 1 <= (id := int(found[1])) <= _MAX_U64:
+            return id, found[2]
         raise InvalidCheckpointError(_stranger(key))
 
     def parse_run(self, key: str) -> int:
