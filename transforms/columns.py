@@ -31,7 +31,12 @@ from apache_beam.coders.coders import (
     VarInt32Coder,
 )
 
-from beam_ckpt.errors import CheckpointTooLargeError, InvalidCheckpointError, PipelineRefusedError
+from beam_ckpt.errors import (
+    CheckpointError,
+    CheckpointTooLargeError,
+    InvalidCheckpointError,
+    PipelineRefusedError,
+)
 from beam_ckpt.manifest import CellSpec, OperatorSpec
 from beam_ckpt.sidecar import (
     CellColumn,
@@ -422,6 +427,8 @@ class OperatorState:
     def _blaming(self, records: Sequence[bytes]) -> Iterator[None]:
         try:
             yield
+        except CheckpointError:
+            raise
         except ValueError as error:
             for record in records:  # the one to blame can say better what is wrong
                 SnapshotRecord.from_bytes(record, where=f"a record of operator {self.uid!r}")
@@ -455,7 +462,9 @@ class OperatorState:
     def _naming(self, what: str) -> Iterator[None]:
         try:
             yield
-        except (ValueError, TypeError) as error:
+        except CheckpointError:
+            raise
+        except ValueError as error:
             raise InvalidCheckpointError(
                 f"{what} of operator {self.uid!r}: a value is not what the coder writes: {error}. "
                 "The state was damaged, or was saved with another coder."
