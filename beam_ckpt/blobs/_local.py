@@ -313,6 +313,8 @@ class LocalBlobs(Blobs):
     def list(self, prefix: str, start_after: str = "") -> Sequence[BlobMeta]:
         """See `Blobs.list`."""
         above = prefix.rpartition("/")[0]
+        if above:
+            self._refuse_symlinks(self._path(prefix + "x"), prefix)
         found: list[BlobMeta] = []
         pending = [(above + "/" if above else "", self._path(above) if above else self._root)]
         while pending:

@@ -504,6 +504,10 @@ class CheckpointStore(ABC):
 
         Returns:
             The generation, from 1.
+
+        Raises:
+            FencedError: The run has been superseded since it claimed.
+            CheckpointNotFoundError: `restored_from` was pruned before it could be kept.
         """
 
     @abstractmethod

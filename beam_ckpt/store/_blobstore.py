@@ -686,7 +686,10 @@ class BlobCheckpointStore(CheckpointStore):
         if entry.path is None:
             return entry.inline_bytes()
         key = self._paths.object(entry.path)
-        found = self._get(key, entry.size_bytes)
+        try:
+            found = self._get(key, entry.size_bytes)
+        except InvalidCheckpointError as e:
+            raise InvalidCheckpointError(f"{e} (expected {entry.size_bytes} bytes)") from None
         if found is None:
             raise CheckpointNotFoundError(
                 f"{self._where(key)} is missing, though a manifest lists it: restore an older "
@@ -914,6 +917,14 @@ class BlobCheckpointStore(CheckpointStore):
             if self._create(self._paths.run(mine), record.to_json()) is None:
                 break
         self._give_up_older(mine, run_id)
+        # A prune that was under way either sees the claim or has taken the marker already.
+        if restored_from is not None and self.final_marker(restored_from) is None:
+            facts = self._retention_facts(self._inventory())
+            if not any(f.finalized and f.generation == mine for f in facts):
+                raise CheckpointNotFoundError(
+                    f"checkpoint {restored_from} of {self.url} was pruned while run {run_id} "
+                    "restored it: start the run again, it then restores a younger one"
+                )
         return mine
 
     def _give_up_older(self, generation: int, run_id: str) -> None:

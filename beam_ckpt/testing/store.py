@@ -1020,6 +1020,22 @@ class StoreSuite:
         commit(store, 4, run=run)
         assert store.prune(KeepLast(1)).deleted == (1, 3)
 
+    def test_a_run_is_told_when_what_it_restored_was_pruned_before_its_claim(
+        self, store: CheckpointStore
+    ) -> None:
+        """It must not go on with half of its files gone."""
+        for id in (1, 2):
+            commit(store, id)
+        store.prune(KeepLast(1))
+        for _ in range(2):
+            with pytest.raises(CheckpointNotFoundError, match=r"checkpoint 1 .* was pruned"):
+                store.claim_generation("late", restored_from=1)
+        run = RunIdentity(generation=store.claim_generation("r", restored_from=2), run_id="r")
+        commit(store, 3, run=run)
+        store.prune(KeepLast(1))
+        assert store.list_ids() == [3]
+        assert store.claim_generation("r", restored_from=2) == run.generation
+
     # -- N. the store as a whole ---------------------------------------------------------
 
     def test_empty_key_groups_cost_nothing(self, opener: Opener[CheckpointStore]) -> None:

@@ -130,6 +130,10 @@ def test_a_symlinked_directory_is_refused_for_reading_and_writing(
     assert sorted(outside.rglob("*")) == before
     assert fresh.gc(grace_s=0).deleted == ()
     assert sorted(outside.rglob("*")) == before
+    (root / "state").rename(root.parent / "state")
+    (root / "state").symlink_to(root.parent / "state")
+    with pytest.raises(InvalidCheckpointError, match="symbolic link"):
+        fresh.gc(grace_s=0)
 
 
 def test_the_root_itself_may_be_a_symlink(root: Path) -> None:
