@@ -929,9 +929,13 @@ class BlobCheckpointStore(CheckpointStore):
 
     def _give_up_older(self, generation: int, run_id: str) -> None:
         found = self._inventory()
-        for id in found.ids:
+        for id in reversed(found.ids):
             if id in found.finals:
-                continue
+                if isinstance(self._witness(id), AbandonedMarker):
+                    continue
+                # Below the newest recovery point a prune may have taken a marker away for a
+                # moment; what is older than that was given up by the run after it.
+                break
             try:
                 stored = self._read_manifest(id)
             except InvalidCheckpointError:
@@ -996,14 +1000,29 @@ class BlobCheckpointStore(CheckpointStore):
         facts, found, protected = self._classify()
         plan = plan_policy(facts, policy, protected=protected, now_ms=_now_ms())
         if not dry_run:
+            self._reseal(plan, protected)
             plan = self._carry_out(plan, found)
         return _report(plan, dry_run=dry_run)
 
     def prune_before(self, before_epoch: int) -> int:
         """See `CheckpointStore.prune_before`."""
         facts, found, protected = self._classify()
-        plan = self._carry_out(plan_before(facts, before_epoch, protected=protected), found)
+        plan = plan_before(facts, before_epoch, protected=protected)
+        self._reseal(plan, protected)
+        plan = self._carry_out(plan, found)
         return len(plan.doomed)
+
+    def _reseal(self, plan: PrunePlan, protected: AbstractSet[int]) -> None:
+        """Gives back the marker that a prune took from a checkpoint just tagged, and was killed."""
+        for fact in plan.kept:
+            if fact.id in protected and not fact.finalized:
+                self._seal(fact.id)
+
+    def _seal(self, id: int) -> None:
+        stored = self._read_manifest(id)
+        if stored is not None:
+            marker = FinalMarker.of(stored.manifest, stored.data)
+            self._create(self._paths.final(id), marker.to_json())
 
     def _classify(self) -> tuple[builtins.list[RetentionFacts], _Inventory, AbstractSet[int]]:
         found = self._inventory()
@@ -1033,10 +1052,7 @@ class BlobCheckpointStore(CheckpointStore):
             self._delete([self._paths.final(id) for id in sealed])
             spared = self._protected(plan.doomed + plan.kept) & set(sealed)
             for id in spared:
-                stored = self._read_manifest(id)
-                if stored is not None:
-                    marker = FinalMarker.of(stored.manifest, stored.data)
-                    self._create(self._paths.final(id), marker.to_json())
+                self._seal(id)
             plan = plan.sparing(spared)
             self._delete([self._paths.object(path) for path in plan.sidecars])
             going = [f.id for f in plan.doomed]

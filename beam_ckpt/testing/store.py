@@ -1832,6 +1832,21 @@ class BlobStoreSuite(StoreSuite):
         assert manifest is not None
         assert manifest.durable_phase == "finalized"
 
+    def test_a_checkpoint_that_was_tagged_while_a_prune_was_killed_gets_its_marker_back(
+        self, opener: Opener[BlobCheckpointStore]
+    ) -> None:
+        """What is tagged was finalized, whatever became of the prune that did not know."""
+        store = opener()
+        for id in (1, 2, 3):
+            commit(store, id)
+        store.tag("late", 2)
+        before = store.load_by_id(2)
+        self.damage(store, "manifests/000000000002.final", None)
+        assert store.prune(KeepLast(1), dry_run=True).kept == (2, 3)
+        assert store.load_by_id(2) != before
+        assert store.prune(KeepLast(1)).deleted == (1,)
+        assert store.load_by_id(2) == before
+
     def test_a_finalize_that_comes_during_a_prune_wins_or_is_told(
         self, opener: Opener[BlobCheckpointStore]
     ) -> None:
