@@ -105,6 +105,13 @@ class MemoryCheckpointStore(BlobCheckpointStore):
         )
 
 
+def _is_store(store: BlobCheckpointStore) -> bool:
+    with store._io("looking at", ""):
+        if not store.blobs.exists():
+            return False
+    return bool(store.deployment_id or store.list_ids())
+
+
 def open_store(
     url_or_path: str | os.PathLike[str] | CheckpointStore,
     *,
@@ -154,7 +161,7 @@ def open_store(
         participant_id=participant_id,
         max_state_data_bytes=max_state_data_bytes,
     )
-    if not create and not store.deployment_id and not store.list_ids():
+    if not create and not _is_store(store):
         raise CheckpointNotFoundError(
             f"there is no checkpoint store at {store.url}: check the path, or run the pipeline "
             "that writes it"

@@ -604,3 +604,31 @@ def test_more_open_files_than_allowed_is_an_error_not_a_loss(
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert store.load_latest() == last
+
+
+def test_without_hard_links_creation_still_has_one_winner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, "no hard links here")
+
+    monkeypatch.setattr(os, "link", link)
+    start = threading.Barrier(6)
+    won: list[tuple[int, int]] = []
+
+    def one(n: int) -> None:
+        blobs = LocalBlobs(tmp_path)
+        start.wait()
+        for k in range(30):
+            with contextlib.suppress(BlobExists):
+                blobs.put_if_absent(f"k/{k}", b"%d" % n * 100)
+                won.append((k, n))
+
+    threads = [threading.Thread(target=one, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(k for k, _ in won) == list(range(30))
+    assert all(LocalBlobs(tmp_path).get(f"k/{k}")[0] == b"%d" % n * 100 for k, n in won)
+    assert temporaries(tmp_path) == []
