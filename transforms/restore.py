@@ -272,10 +272,11 @@ class _ReadGroupFn(beam.DoFn):
         )
         table = merge_newest_first(tables, keep_tombstones=False)
         decode_key, decode_window = operator.key_coder.decode, operator.window_coder.decode
-        for record in operator.to_records(table):
+        windows = table.column("_window").to_pylist()
+        for (key, record), window in zip(operator.to_encoded(table), windows, strict=True):
             yield WindowedValue(
-                (decode_key(record.key), Restored(record.to_bytes())),
+                (decode_key(key), Restored(record)),
                 MIN_TIMESTAMP,
-                (decode_window(record.window),),
+                (decode_window(window),),
                 PANE_INFO_UNKNOWN,
             )

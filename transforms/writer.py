@@ -27,7 +27,6 @@ from beam_ckpt.transforms.clocked import ClockedDoFn
 from beam_ckpt.transforms.columns import OperatorState
 from beam_ckpt.transforms.keyed_state.clock import DRAINED, MS
 from beam_ckpt.transforms.keyed_state.dofn import METRICS
-from beam_ckpt.transforms.snapshot import SnapshotRecord
 
 __all__ = ["WriteSidecarsFn", "decode_new_sidecar", "encode_new_sidecar"]
 
@@ -158,7 +157,7 @@ class WriteSidecarsFn(ClockedDoFn):
         if state.chain is None:
             state.chain = list(self._base.get((uid, key_group), ()))
             state.newest = boundary
-        table = operator.to_table([SnapshotRecord.from_bytes(record) for record in encoded])
+        table = operator.encoded_to_table(encoded)
         # What came late must not be mixed with newer state that is not published yet.
         compact = len(state.chain) >= self._max_files and boundary >= state.newest
         if compact:

@@ -101,7 +101,7 @@ class StatefulWrapper(ClockedDoFn):
         Every declared cell costs a lookup per element in the SDK, so there are as few as possible.
         """
         cells: dict[str, userstate.StateSpec] = {
-            "control": userstate.ReadModifyWriteStateSpec("ckpt_control", coders.BytesCoder()),
+            "control": userstate.BagStateSpec("ckpt_control", coders.BytesCoder()),
             "buffer": userstate.BagStateSpec("ckpt_buffer", BufferCoder(self._config.value_coder)),
         }
         for i, cell in enumerate(self._signature.cells):
@@ -452,6 +452,7 @@ class StatefulWrapper(ClockedDoFn):
         """Emits the record of a changed key at its epoch's end; all is encoded here and now."""
         memory, config = state.control, self._config
         memory.open = None
+        state.done = config.bounded and boundary == config.epochs.last
         cells = tuple(cell.encoded() for cell in state.cells)
         families = self._signature.timers
         timers = tuple(

@@ -21,6 +21,9 @@ __all__ = ["HORIZON_TAG", "BufferCoder", "KeyState", "Overflow"]
 
 #: A packed value above this many encoded bytes moves to the overflow, so that control stays small.
 SPILL_BYTES = 4096
+# A version of the control is its number, so that the newest is found in a bag, and its bytes.
+_NUMBER_BYTES = 8
+_VERSIONS = 8
 #: Dynamic tag of the second clock; the first has none.
 HORIZON_TAG = "horizon"
 
@@ -84,6 +87,7 @@ class KeyState:
 
     Attributes:
         changed: The author changed something since `settle` looked.
+        done: The run's last cut of this key is taken and nothing can come: nothing is written.
         now: Event time of the author's last call.
         next_open: End of the epoch that call belongs to.
     """
@@ -100,10 +104,12 @@ class KeyState:
         "_overflow",
         "_overflow_stale",
         "_sorted",
+        "_versions",
         "_woken",
         "cells",
         "changed",
         "control",
+        "done",
         "key",
         "kwargs",
         "next_open",
@@ -128,10 +134,15 @@ class KeyState:
     ) -> None:
         self.key, self.window = key, window
         self._cell, self._aux, self._clock = cell, aux, clock
-        data = self._loaded = cell.read()
+        self._versions = list(cell.read())
+        # The newest is the greatest: versions begin with their number.
+        data = self._loaded = max(self._versions, default=None)
         packed = sum(kind == "read_modify_write" for kind, _ in kinds)
-        self.control = Control(floor, live, packed) if data is None else Control.unpack(data)
-        self.changed = self._woken = False
+        if data is None:
+            self.control = Control(floor, live, packed)
+        else:
+            self.control = Control.unpack(data[_NUMBER_BYTES:])
+        self.changed = self.done = self._woken = False
         self.now = self.next_open = 0
         # The buffer, once read: [(millisecond, timestamp, value)] from _head on.
         self._buffer: list[tuple[int, int, Any]] = []
@@ -224,6 +235,8 @@ class KeyState:
     def flush(self, epochs: Epochs, two_clocks: bool) -> None:
         """Writes this key back to the runner and sets its clock."""
         self.settle()
+        if self.done:
+            return
         control = self.control
         self._arm(epochs, two_clocks)
         if self.packed:
@@ -244,12 +257,24 @@ class KeyState:
             and not control.carried
             and not any(value is not None for value in control.values)
         ):
-            if self._loaded is not None:
+            if self._versions:
                 self._cell.clear()
             return
-        packed = control.pack()
-        if packed != self._loaded:
-            self._cell.write(packed)
+        self._write(control.pack())
+
+    def _write(self, packed: bytes) -> None:
+        """Adds a version of the control to its bag, and now and then clears the older ones.
+
+        Adding costs the SDK's state cache one measurement, overwriting costs it two.
+        """
+        number = 0
+        if self._loaded is not None:
+            if self._loaded[_NUMBER_BYTES:] == packed:
+                return
+            number = int.from_bytes(self._loaded[:_NUMBER_BYTES], "big") + 1
+        if len(self._versions) >= _VERSIONS:
+            self._cell.clear()
+        self._cell.add(number.to_bytes(_NUMBER_BYTES, "big") + packed)
 
     def _pack_values(self) -> None:
         for index, cell in enumerate(self.packed):
