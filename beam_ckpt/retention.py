@@ -264,6 +264,7 @@ class GcFacts:
         generations: Generation by run id, of every claim.
         latest_id: The newest finalized checkpoint; 0 for none.
         latest_watermark: Its cut; `None` for none and for the drained end.
+        latest_generation: Of the run that wrote it; 0 for none.
         finalized_ms: Commit time by id of every finalized checkpoint.
         now_ms: Wall clock.
         grace_ms: Files younger than this stay.
@@ -272,6 +273,7 @@ class GcFacts:
     generations: Mapping[str, int]
     latest_id: int
     latest_watermark: int | None
+    latest_generation: int
     finalized_ms: Mapping[int, int]
     now_ms: int
     grace_ms: int
@@ -328,6 +330,8 @@ def judge_unlisted(sidecar: UnlistedSidecar, facts: GcFacts) -> tuple[bool, str]
         sidecar.boundary is not None
         and facts.latest_watermark is not None
         and sidecar.boundary < facts.latest_watermark
+        # A younger run may have restored an older checkpoint and be on its way to here.
+        and (generation or 0) <= facts.latest_generation
     ):
         why = f"its boundary lies below that of checkpoint {facts.latest_id}"
     else:

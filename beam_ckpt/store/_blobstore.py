@@ -1137,6 +1137,7 @@ class BlobCheckpointStore(CheckpointStore):
             generations={c.run_id: c.generation for c in claims},
             latest_id=latest.id if latest else 0,
             latest_watermark=latest.watermark if latest else None,
+            latest_generation=latest.run.generation if latest and latest.run else 0,
             finalized_ms={f.id: f.timestamp_ms for f in finalized},
             now_ms=_now_ms(),
             grace_ms=int(grace_s * 1000),

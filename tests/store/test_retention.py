@@ -141,6 +141,7 @@ def gc_facts(**changes: object) -> GcFacts:
         "generations": {"old": 1, "new": 2},
         "latest_id": 7,
         "latest_watermark": 100,
+        "latest_generation": 2,
         "finalized_ms": {5: 1_000, 7: 2_000},
         "now_ms": 10_000,
         "grace_ms": 1_000,
@@ -183,6 +184,13 @@ def test_a_file_goes_when_nobody_can_publish_it_any_more(
 def test_after_a_drained_end_boundaries_decide_nothing() -> None:
     sidecar = UnlistedSidecar("state/a/0/x", 1, 99, "new", None, 1)
     assert judge_unlisted(sidecar, gc_facts(latest_watermark=None))[0] is False
+
+
+def test_what_a_younger_run_wrote_below_the_latest_cut_may_still_be_published() -> None:
+    # It restored an older checkpoint, and has not come as far as the run before it.
+    sidecar = UnlistedSidecar("state/a/0/x", 1, 50, "new", None, 1)
+    assert judge_unlisted(sidecar, gc_facts(latest_generation=1))[0] is False
+    assert judge_unlisted(sidecar, gc_facts(latest_generation=2))[0] is True
 
 
 def test_state_saved_for_a_checkpoint_waits_for_the_grace_period_of_the_next() -> None:
