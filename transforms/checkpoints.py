@@ -44,7 +44,8 @@ from beam_ckpt.transforms.columns import CellState, OperatorState
 from beam_ckpt.transforms.committer import START, CommitFn
 from beam_ckpt.transforms.elements import LiveOrRestored
 from beam_ckpt.transforms.keyed_state.clock import DRAINED, MS, Epochs
-from beam_ckpt.transforms.keyed_state.dofn import SNAPSHOTS, StatefulWrapper, WrapperConfig
+from beam_ckpt.transforms.keyed_state.dofn import StatefulWrapper
+from beam_ckpt.transforms.keyed_state.operator import SNAPSHOTS, OperatorConfig
 from beam_ckpt.transforms.restore import ReadSaved, RestorePlan, check_compatible, plan_restore
 from beam_ckpt.transforms.runners import AloneInItsStage, prepare
 from beam_ckpt.transforms.signature import Signature, read_signature
@@ -346,7 +347,7 @@ class _Operator(beam.PTransform[Any, Any]):
         if restoring:
             self._check_saved(operator)
         output_types = self._output_types(pcoll.element_type)
-        config = WrapperConfig(
+        config = OperatorConfig(
             uid=uid,
             key_coder=key_coder,
             value_coder=value_coder,

@@ -37,7 +37,7 @@ from beam_ckpt.store import CheckpointStore
 from beam_ckpt.transforms.clocked import ClockedDoFn
 from beam_ckpt.transforms.columns import OperatorState
 from beam_ckpt.transforms.keyed_state.clock import DRAINED, MS
-from beam_ckpt.transforms.keyed_state.dofn import METRICS
+from beam_ckpt.transforms.keyed_state.operator import METRICS
 from beam_ckpt.transforms.writer import decode_new_sidecar
 
 __all__ = ["START", "CheckpointResult", "CommitFn"]

@@ -34,9 +34,9 @@ class DeclareWindowing(beam.ParDo):
         return self._windowing
 
 
-class _SameFn(beam.DoFn):
+class _NothingFn(beam.DoFn):
     def process(self, element: Any) -> Any:
-        yield element
+        return ()
 
 
 class AloneInItsStage(beam.PTransform[Any, Any]):
@@ -50,9 +50,9 @@ class AloneInItsStage(beam.PTransform[Any, Any]):
     def expand(self, pcoll: Any) -> Any:
         nothing = (
             pcoll.pipeline
-            | beam.Create([], reshuffle=False)
-            | "Windowing"
-            >> DeclareWindowing(_SameFn(), pcoll.windowing).with_output_types(pcoll.element_type)
+            | beam.Impulse()
+            | "Nothing"
+            >> DeclareWindowing(_NothingFn(), pcoll.windowing).with_output_types(pcoll.element_type)
         )
         return (pcoll, nothing) | beam.Flatten()
 

@@ -26,7 +26,7 @@ from beam_ckpt.store import CheckpointStore
 from beam_ckpt.transforms.clocked import ClockedDoFn
 from beam_ckpt.transforms.columns import OperatorState
 from beam_ckpt.transforms.keyed_state.clock import DRAINED, MS
-from beam_ckpt.transforms.keyed_state.dofn import METRICS
+from beam_ckpt.transforms.keyed_state.operator import METRICS
 
 __all__ = ["WriteSidecarsFn", "decode_new_sidecar", "encode_new_sidecar"]
 

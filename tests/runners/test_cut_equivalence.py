@@ -30,7 +30,7 @@ from beam_ckpt.testing.subjects import ORDER_FREE, ORDERED, TAGS, Subject
 SUBJECTS = (*ORDER_FREE, *ORDERED)
 RUNNERS = {"FnApiRunner": False, "BundleBasedDirectRunner": True}
 FEW = settings(max_examples=40, derandomize=True)
-MANY = settings(max_examples=200)
+MANY = settings(max_examples=200, derandomize=True)
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class History:
 
 
 @st.composite
-def histories(draw: st.DrawFn, streaming: bool) -> History:
+def histories(draw: st.DrawFn, streaming: bool, size: int = 15, many: int = 1) -> History:
     subject = draw(st.sampled_from(SUBJECTS))
-    data = draw(data_sets(max_size=25))
-    boundaries = draw(cuts(max_cuts=2, aligned_to=[timestamp for timestamp, _, _ in data]))
+    data = draw(data_sets(max_size=size))
+    boundaries = draw(cuts(max_cuts=many, aligned_to=[timestamp for timestamp, _, _ in data]))
     groups = draw(st.tuples(*[key_group_counts()] * (len(boundaries) + 1)))
     source = draw(stream_plans(data)) if streaming else data
     every = draw(st.one_of(st.none(), intervals()))
@@ -171,7 +171,7 @@ def test_every_checkpoint_of_a_run_is_its_cut(runner):
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_restarts_from_cut_to_cut_give_what_one_run_gives_at_length(runner):
-    property_of(check_restarts, MANY, runner, histories(RUNNERS[runner]))
+    property_of(check_restarts, MANY, runner, histories(RUNNERS[runner], size=30, many=3))
 
 
 @pytest.mark.slow

@@ -1,0 +1,468 @@
+"""One operator's work on its keys: elements, the clock, outputs, snapshots and restores.
+
+The author's event-time timers, the ends of epochs, the buffered elements and the gate of a
+restored run share one clock per key. Every fire of it is a wake-up: it means only that the
+watermark is at least the time it was set for. What is due is then worked through in one order (the
+cut at B, then timers, then elements, by event time), which makes it the same on every runner.
+
+`KeyedOperator.process` is the hottest code of this package; it allocates and looks up nothing that
+the case does not need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import apache_beam as beam
+from apache_beam.coders import coders
+from apache_beam.metrics.metric import Metrics
+from apache_beam.pvalue import TaggedOutput
+from apache_beam.transforms.window import TimestampedValue
+from apache_beam.utils.timestamp import Timestamp
+from apache_beam.utils.windowed_value import PANE_INFO_UNKNOWN, WindowedValue
+
+from beam_ckpt.errors import StateIncompatibleError
+from beam_ckpt.keygroups import key_group
+from beam_ckpt.transforms.elements import Restored
+from beam_ckpt.transforms.keyed_state.clock import BEFORE_ALL, DRAINED, MS, Epochs
+from beam_ckpt.transforms.keyed_state.key import KeyState
+from beam_ckpt.transforms.signature import Call, Signature
+from beam_ckpt.transforms.snapshot import CarriedOutput, SavedTimer, SnapshotRecord
+
+__all__ = ["METRICS", "SNAPSHOTS", "KeyedOperator", "OperatorConfig"]
+
+#: Tag of the output that carries snapshot records: (key group, (boundary in µs, record bytes)).
+SNAPSHOTS = "beam_ckpt_snapshots"
+#: Namespace of this library's Beam metrics.
+METRICS = "beam_ckpt"
+#: Events worked through in one wake-up; the clock is set again for the rest, so bundles stay small.
+_EVENTS_PER_WAKE = 10_000
+
+
+@dataclass(frozen=True)
+class OperatorConfig:
+    """What the workers have to know of one operator; pickled to the workers with the DoFn.
+
+    Attributes:
+        uid: The operator's identity.
+        key_coder: Of the input's keys. `value_coder`: of the input's values, as the author sees it.
+        window_coder: Of the input's windows.
+        output_coders: By tag (`None`: the main output), for outputs beyond the cut.
+        epochs: The run's boundaries.
+        boundary: The boundary restored at, µs; `None` for none (a fresh start or a drained input).
+        restoring: Whether saved records come down the input.
+        rewrite: Whether every restored key has to be saved again at the first boundary.
+        key_groups: Number of key groups.
+        time_sorted: Whether elements are given in event-time order per key.
+        bounded: Whether the input is bounded.
+    """
+
+    uid: str
+    key_coder: Any
+    value_coder: Any
+    window_coder: Any
+    output_coders: tuple[tuple[str | None, Any], ...]
+    epochs: Epochs
+    boundary: int | None
+    restoring: bool
+    rewrite: bool
+    key_groups: int
+    time_sorted: bool
+    bounded: bool
+
+
+class KeyedOperator:
+    """Runs the author's DoFn over the keys of one worker, bundle by bundle."""
+
+    def __init__(self, fn: beam.DoFn, signature: Signature, config: OperatorConfig) -> None:
+        # Everything that the per-element path needs is looked up here, once.
+        self._fn, self._signature, self._config = fn, signature, config
+        epochs = config.epochs
+        self._author_process = getattr(fn, signature.process.method)
+        self._callbacks = tuple(getattr(fn, call.method) for call in signature.callbacks)
+        self._kinds = tuple((cell.kind, cell.coder) for cell in signature.cells)
+        self._boundary = BEFORE_ALL if config.boundary is None else config.boundary
+        self._until = DRAINED if epochs.until is None else epochs.until
+        self._has_until = epochs.until is not None
+        # Can an output be at or beyond the open cut? Not where the only cut is the drained end.
+        self._may_carry = epochs.every is not None or self._has_until
+        self._output_coders = dict(config.output_coders)
+        # Elements below the boundary have been applied, so the watermark counts as being there;
+        # in sorted order those of the boundary's own millisecond still wait for each other.
+        self._floor = self._boundary - (MS if config.time_sorted else 0)
+        if config.boundary is None:
+            self._floor = BEFORE_ALL
+        self._always_ready = epochs.every is None and not config.time_sorted
+        self._tie_coder = config.value_coder if config.time_sorted else None
+        self._element_names = signature.process.element
+        self._timestamp_names = signature.process.timestamp
+        self._keys: dict[Any, KeyState] = {}
+        self._replayed = Metrics.counter(METRICS, "elements_dropped_as_replayed")
+        self._beyond = Metrics.counter(METRICS, "elements_beyond_until")
+        self._buffered = Metrics.counter(METRICS, "elements_buffered")
+        self._restored = Metrics.counter(METRICS, "keys_restored")
+        self._ignored = Metrics.counter(METRICS, "restored_records_ignored")
+        self._saved = Metrics.counter(METRICS, "keys_saved")
+        self._carried = Metrics.counter(METRICS, "outputs_carried")
+
+    def start_bundle(self) -> None:
+        """Forgets the keys of the bundle before."""
+        self._keys = {}
+
+    def flush(self) -> None:
+        """Writes the keys of this bundle back to the runner."""
+        epochs, two_clocks = self._config.epochs, self._config.bounded
+        for state in self._keys.values():
+            state.flush(epochs, two_clocks)
+        self._keys = {}
+
+    # ------------------------------------------------------------------ elements
+    def process(
+        self, element: Any, windowed: Any, control: Any, buffer: Any, cells_and_clock: Sequence[Any]
+    ) -> Iterable[Any]:
+        """One element, live or restored; returns its outputs."""
+        key, value = element
+        try:
+            state = self._keys.get(key)
+        except TypeError as error:
+            raise StateIncompatibleError(
+                f"operator {self._config.uid!r}: a key of type {type(key).__name__} cannot be "
+                "hashed, and state is looked up by key. What to do: key by a tuple, a string or "
+                "another hashable type."
+            ) from error
+        if state is None:
+            *cells, clock = cells_and_clock
+            state = self._load(key, windowed.windows[0], control, buffer, clock, cells)
+        memory = state.control
+        timestamp: int = windowed.timestamp_micros
+        if type(value) is Restored:
+            return self._restore(state, value)
+        if timestamp < self._boundary:
+            self._replayed.inc()
+            return ()
+        if timestamp >= self._until and self._has_until:
+            self._beyond.inc()
+            return ()
+        if not (self._always_ready and memory.live):
+            ready = self._ready(timestamp, memory.live)
+            if not memory.live or ready > memory.floor:
+                self._buffered.inc()
+                state.buffer(timestamp, value, ready)
+                return ()
+        if state.changed:
+            state.settle()
+        state.now = timestamp
+        if memory.open is None:
+            state.next_open = self._config.epochs.end_of(
+                timestamp if timestamp > memory.floor else memory.floor
+            )
+        arguments = state.kwargs.get("process")
+        if arguments is None:
+            arguments = self._arguments(state, self._signature.process)
+        for name in self._timestamp_names:
+            arguments[name] = windowed.timestamp
+        if self._element_names:
+            for name in self._element_names:
+                arguments[name] = element
+            outputs = self._author_process(**arguments)
+        else:
+            outputs = self._author_process(element, **arguments)
+        if outputs is None:
+            return ()
+        if isinstance(outputs, (str, bytes, dict)):
+            self._refuse_outputs(outputs)
+        if self._may_carry:
+            return self._watch(state, outputs)
+        return outputs  # type: ignore[no-any-return]
+
+    def _load(
+        self,
+        key: Any,
+        window: Any,
+        control: Any,
+        buffer: Any,
+        clock: Any,
+        cells: Sequence[Any],
+    ) -> KeyState:
+        config = self._config
+        state = self._keys[key] = KeyState(
+            key,
+            window,
+            control,
+            buffer,
+            clock,
+            self._floor,
+            not config.restoring,
+            self._kinds,
+            cells,
+            len(self._callbacks),
+        )
+        return state
+
+    def _ready(self, timestamp: int, live: bool = True) -> int:
+        """When an element may be processed: at its own millisecond, or at its epoch's start."""
+        if self._config.time_sorted:
+            ready = timestamp - timestamp % MS
+        else:
+            ready = self._config.epochs.start_of(timestamp)
+        return ready if live or ready > BEFORE_ALL + MS else BEFORE_ALL + MS
+
+    def _arguments(self, state: KeyState, call: Call) -> dict[str, Any]:
+        """The arguments of one of the author's methods that stay the same for a key and bundle."""
+        arguments: dict[str, Any] = dict(call.static)
+        for name, index in call.states:
+            arguments[name] = state.cells[index]
+        for name, index in call.timers:
+            arguments[name] = state.timers[index]
+        for name in call.key:
+            arguments[name] = state.key
+        for name in call.window:
+            arguments[name] = state.window
+        state.kwargs[call.method] = arguments
+        return arguments
+
+    def _refuse_outputs(self, outputs: Any) -> None:
+        kind = type(outputs).__name__
+        raise TypeError(
+            f"{type(self._fn).__name__} returned a {kind}, not an iterable of outputs. "
+            f"What to do: return [{kind}] or yield it."
+        )
+
+    # ------------------------------------------------------------------ outputs
+    def _watch(self, state: KeyState, outputs: Iterable[Any]) -> Iterator[Any]:
+        """Outputs of a live element: plain ones have its time, so only stamped ones can be late."""
+        for output in outputs:
+            stamped = output.value if type(output) is TaggedOutput else output
+            if not isinstance(stamped, _STAMPED) or self._emitted(state, output, stamped):
+                yield output
+
+    def _stamp(self, state: KeyState, outputs: Any, timestamp: int) -> Iterator[Any]:
+        """Outputs of a call from the clock, whose own fire time means nothing to the author."""
+        if outputs is None:
+            return
+        if isinstance(outputs, (str, bytes, dict)):
+            self._refuse_outputs(outputs)
+        for output in outputs:
+            tagged = type(output) is TaggedOutput
+            stamped = output.value if tagged else output
+            if isinstance(stamped, _STAMPED):
+                if not self._may_carry or self._emitted(state, output, stamped):
+                    yield output
+                continue
+            stamped = WindowedValue(
+                stamped, Timestamp(micros=timestamp), (state.window,), PANE_INFO_UNKNOWN
+            )
+            yield TaggedOutput(output.tag, stamped) if tagged else stamped
+
+    def _emitted(self, state: KeyState, output: Any, stamped: Any) -> bool:
+        """Whether a stamped output is for this run; one beyond the open cut is also carried.
+
+        Its element is folded at the cut, so a replay does not produce it again, and whoever reads
+        it has not folded it: it belongs to the checkpoint.
+        """
+        memory = state.control
+        timestamp: int = stamped.timestamp.micros
+        if timestamp >= (state.next_open if memory.open is None else memory.open):
+            tag = output.tag if type(output) is TaggedOutput else None
+            coder = self._output_coders.get(tag)
+            if coder is None:
+                coder = self._output_coders[None] if tag is None else _ANY
+            # A TimestampedValue has no windows of its own: Beam assigns them from its time.
+            windows = () if isinstance(stamped, TimestampedValue) else stamped.windows
+            window = b"".join(self._config.window_coder.encode(w) for w in windows[:1])
+            memory.carried.append(
+                CarriedOutput(tag, timestamp, window, coder.encode(stamped.value))
+            )
+            state.changed = True
+            self._carried.inc()
+        return timestamp < self._until or not self._has_until
+
+    def _emit_carried(self, output: CarriedOutput) -> Any:
+        coder = self._output_coders.get(output.tag, _ANY)
+        value, timestamp = coder.decode(output.value), Timestamp(micros=output.timestamp)
+        if output.window:
+            window = self._config.window_coder.decode(output.window)
+            stamped: Any = WindowedValue(value, timestamp, (window,), PANE_INFO_UNKNOWN)
+        else:
+            stamped = TimestampedValue(value, timestamp)
+        return stamped if output.tag is None else TaggedOutput(output.tag, stamped)
+
+    # ------------------------------------------------------------------ the clock
+    def on_clock(
+        self,
+        key: Any,
+        fired: int,
+        window: Any,
+        control: Any,
+        buffer: Any,
+        clock: Any,
+        cells: Sequence[Any],
+    ) -> Iterator[Any]:
+        """The clock of a key was set for `fired` µs; yields the outputs of what is due."""
+        state = self._keys.get(key)
+        if state is None:
+            state = self._load(key, window, control, buffer, clock, cells)
+        state.settle()
+        reached = state.control.floor
+        state.wake(fired)
+        yield from self._advance(state, reached)
+
+    def _advance(self, state: KeyState, reached: int) -> Iterator[Any]:
+        """Works through what is due, in event time: the cut, then timers, then elements.
+
+        `reached` is how far this key has come: a timer set in its past belongs to the epoch that
+        is open now, not to one that may have been published.
+        """
+        memory = state.control
+        for _ in range(_EVENTS_PER_WAKE):
+            floor = memory.floor
+            timer = self._first_timer(memory.timers, floor)
+            element = None
+            if memory.buffered and memory.live and memory.first_ready <= floor:
+                element = state.peek(self._tie_coder)
+                if element is not None:
+                    ready = self._ready(element[1])
+                    if ready > floor:
+                        memory.first_ready = ready
+                        element = None
+            at_timer = timer[0] if timer else None
+            at_element = element[0] * MS if element else None
+            cut = memory.open
+            if (
+                cut is not None
+                and cut <= floor
+                and (at_timer is None or cut <= at_timer)
+                and (at_element is None or cut <= at_element)
+            ):
+                reached = max(reached, cut)
+                yield from self._snapshot(state, cut)
+            elif timer is not None and (at_element is None or timer[0] <= at_element):
+                reached = max(reached, timer[0])
+                yield from self._fire(state, reached, timer[1], timer[2])
+            elif element is not None:
+                reached = max(reached, element[1])
+                state.take(self._ready)
+                yield from self._feed(state, reached, element[1], element[2])
+            else:
+                return
+            state.settle()
+        # More is due. The clock, set in its past, brings it at once; `floor` may only fall.
+        memory.floor = min(memory.floor, reached)
+
+    def _first_timer(
+        self, timers: dict[tuple[int, str], int], floor: int
+    ) -> tuple[int, int, str] | None:
+        """The first of the author's timers that is due: (due time, family, tag)."""
+        first: tuple[int, int, str] | None = None
+        due_of = self._config.epochs.timer_due
+        for (family, tag), fire in timers.items():
+            due = due_of(fire)
+            if due is not None and due <= floor and (first is None or (due, family, tag) < first):
+                first = (due, family, tag)
+        return first
+
+    def _fire(self, state: KeyState, reached: int, family: int, tag: str) -> Iterator[Any]:
+        fire = state.control.timers.pop((family, tag))
+        # A timer that is gone has to be saved as gone.
+        state.changed = True
+        call = self._signature.callbacks[family]
+        arguments = self._begin(state, call, fire, reached)
+        for name in call.tag:
+            arguments[name] = tag
+        yield from self._stamp(state, self._callbacks[family](**arguments), fire)
+
+    def _feed(self, state: KeyState, reached: int, timestamp: int, value: Any) -> Iterator[Any]:
+        call = self._signature.process
+        arguments = self._begin(state, call, timestamp, reached)
+        element = (state.key, value)
+        if call.element:
+            for name in call.element:
+                arguments[name] = element
+            outputs = self._author_process(**arguments)
+        else:
+            outputs = self._author_process(element, **arguments)
+        yield from self._stamp(state, outputs, timestamp)
+
+    def _begin(self, state: KeyState, call: Call, timestamp: int, reached: int) -> dict[str, Any]:
+        """Prepares a call: the epoch that a change belongs to, and the arguments."""
+        state.now = timestamp
+        if state.control.open is None:
+            state.next_open = self._config.epochs.end_of(reached)
+        arguments = state.kwargs.get(call.method)
+        if arguments is None:
+            arguments = self._arguments(state, call)
+        for name in call.timestamp:
+            arguments[name] = Timestamp(micros=timestamp)
+        return arguments
+
+    # ------------------------------------------------------------------ save and restore
+    def _snapshot(self, state: KeyState, boundary: int) -> Iterator[Any]:
+        """Emits the record of a changed key at its epoch's end; all is encoded here and now."""
+        memory, config = state.control, self._config
+        memory.open = None
+        state.done = config.bounded and boundary == config.epochs.last
+        cells = tuple(cell.encoded() for cell in state.cells)
+        families = self._signature.timers
+        timers = tuple(
+            SavedTimer(families[family], tag, "event", fire, None)
+            for (family, tag), fire in sorted(memory.timers.items())
+        )
+        memory.carried = [out for out in memory.carried if out.timestamp >= boundary]
+        carried = tuple(memory.carried)
+        deleted = not timers and not carried and all(c is None or c == () for c in cells)
+        if deleted and not memory.saved:
+            return
+        memory.saved = not deleted
+        key = config.key_coder.encode(state.key)
+        record = SnapshotRecord(
+            key,
+            config.window_coder.encode(state.window),
+            deleted,
+            memory.updated,
+            cells,
+            timers,
+            carried,
+        )
+        self._saved.inc()
+        yield TaggedOutput(
+            SNAPSHOTS,
+            WindowedValue(
+                (key_group(key, config.key_groups), (boundary, record.to_bytes())),
+                Timestamp(micros=boundary),
+                (state.window,),
+                PANE_INFO_UNKNOWN,
+            ),
+        )
+
+    def _restore(self, state: KeyState, restored: Restored) -> Iterator[Any]:
+        memory, config = state.control, self._config
+        if memory.live:
+            # Some runners emit an Impulse again; the key has gone on since.
+            self._ignored.inc()
+            return
+        record = SnapshotRecord.from_bytes(restored.record)
+        for cell, saved in zip(state.cells, record.cells, strict=True):
+            cell.restore(saved)  # type: ignore[arg-type]
+        index = {name: i for i, name in enumerate(self._signature.timers)}
+        for timer in record.timers:
+            memory.timers[(index[timer.family], timer.tag)] = timer.fire
+        memory.live = memory.saved = True
+        memory.updated = record.updated
+        self._restored.inc()
+        for output in record.carried:
+            # At a drained end whoever reads them has folded them all.
+            if config.boundary is not None and output.timestamp >= config.boundary:
+                memory.carried.append(output)
+                if not self._has_until or output.timestamp < self._until:
+                    yield self._emit_carried(output)
+        if config.rewrite:
+            # At the first boundary of this run, which makes its checkpoint self-contained.
+            memory.open = config.epochs.end_of(self._boundary)
+        yield from self._advance(state, memory.floor)
+
+
+# What an author wraps an output in to date it.
+_STAMPED = (TimestampedValue, WindowedValue)
+_ANY = coders.FastPrimitivesCoder()
