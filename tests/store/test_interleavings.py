@@ -26,6 +26,8 @@ from beam_ckpt.testing.store import a_manifest, listing, write
 
 _T = TypeVar("_T")
 
+ACTORS = ("new", "old", "other", "pruner", "tagger")
+
 
 class Turns:
     """Lets one of several threads go on at a time, for one operation."""
@@ -67,12 +69,16 @@ class Turns:
             self._choose()
 
 
-class Stepping(FaultyBlobs):
-    """Blobs each of whose operations waits for its turn."""
+class Killed(BaseException):
+    """The actor is gone."""
 
-    def __init__(self, inner: Blobs, turns: Turns, name: str) -> None:
+
+class Stepping(FaultyBlobs):
+    """Blobs each of whose operations waits for its turn; it may be the last one."""
+
+    def __init__(self, inner: Blobs, turns: Turns, name: str, steps: float) -> None:
         super().__init__(inner, FaultPlan())
-        self._turns, self._name = turns, name
+        self._turns, self._name, self._steps = turns, name, steps
 
     def delete_many(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -80,10 +86,15 @@ class Stepping(FaultyBlobs):
 
     def _run(self, operation: str, key: str, act: Callable[[], _T]) -> _T:
         self._turns.take(self._name)
+        self._steps -= 1
+        if self._steps < 0:
+            raise Killed
         return act()
 
 
-def interleave(seed: int) -> str:
+def interleave(seed: int, *, killed: bool = False) -> str:
+    rng = random.Random(f"killed {seed}")
+    victims = {a: rng.randrange(30) for a in rng.sample(ACTORS, 2)} if killed else {}
     name = uuid.uuid4().hex
     store = MemoryCheckpointStore(name)
 
@@ -127,6 +138,7 @@ def interleave(seed: int) -> str:
         except CheckpointNotFoundError:
             found["tagged"] = False
 
+    actors: dict[str, Callable[[MemoryCheckpointStore], None]]
     actors = {"old": be_old, "new": be_new, "pruner": prune, "other": prune, "tagger": tag}
     turns = Turns(seed, actors)
     problems: list[BaseException] = []
@@ -134,7 +146,10 @@ def interleave(seed: int) -> str:
     def play(actor: str) -> None:
         mine = MemoryCheckpointStore(name)
         try:
-            actors[actor](mine.with_blobs(Stepping(mine.blobs, turns, actor)))
+            steps = victims.get(actor, float("inf"))
+            actors[actor](mine.with_blobs(Stepping(mine.blobs, turns, actor, steps)))
+        except Killed:
+            pass
         except BaseException as e:
             problems.append(e)
         finally:
@@ -148,34 +163,64 @@ def interleave(seed: int) -> str:
     assert problems == []
 
     # The successor restored what the stalled run had published, and nothing was published after.
-    published = isinstance(found["old"], int)
-    assert found["restored"] == (found["old"] if published else 1)
+    published = isinstance(found.get("old"), int)
+    if "restored" in found and "old" in found:
+        assert found["restored"] == (found["old"] if published else 1)
     store = MemoryCheckpointStore(name)
+    recovered = store.recover_latest_validated().chosen
+    assert recovered is not None
+    assert recovered.id >= max(i for i in (1, found.get("old"), found.get("new")) if _is_id(i))
+    if killed:  # a run takes over, and cleans up
+        generation = store.claim_generation("last", restored_from=recovered.id)
+        found["new"] = commit(store, RunIdentity(generation=generation, run_id="last"))
+        store.prune(KeepLast(1))
+        store.gc(grace_s=0)
     latest = store.load_latest()
     assert latest is not None
     assert latest.id == found["new"] == store.recover_latest_validated().chosen_id
     assert latest.run is not None
-    assert latest.run.run_id == "new"
+    assert latest.run.run_id == ("last" if killed else "new")
     assert store.validate_checkpoint(latest.id).valid
     for id in store.list_ids():
         manifest = store.load_by_id(id)
         assert manifest is not None
         if manifest.durable_phase == "finalized":
             assert store.validate_checkpoint(id).valid, id
-    if found["tagged"]:
+    if found.get("tagged"):
         assert store.tags() == {"t": 1}
         first = store.load_by_id(1)
         assert first is not None
         assert first.durable_phase == "finalized"
         assert store.validate_checkpoint(1).valid
-    else:
+    elif not killed:
         assert store.tags() == {}
-    return f"{'published' if published else 'fenced'}, {'kept' if found['tagged'] else 'pruned'}"
+    if killed:
+        files = {m.key for m in store.blobs.list("state/")}
+        assert files == {p for id in store.list_ids() for p in _listed(store, id)}
+    kept = "kept" if found.get("tagged") else "pruned"
+    return f"{'published' if published else 'fenced'}, {kept}"
+
+
+def _is_id(found: object) -> bool:
+    return isinstance(found, int)
+
+
+def _listed(store: MemoryCheckpointStore, id: int) -> set[str]:
+    manifest = store.load_by_id(id)
+    assert manifest is not None
+    return manifest.sidecar_paths()
 
 
 @pytest.mark.parametrize("first", range(0, 400, 100))
 def test_100_interleavings_of_two_runs_two_prunes_and_a_tag(first: int) -> None:
     outcomes = Counter(interleave(seed) for seed in range(first, first + 100))
+    print(outcomes)
+    assert len(outcomes) >= 3
+
+
+@pytest.mark.parametrize("first", range(0, 400, 100))
+def test_100_interleavings_in_which_two_of_them_are_killed(first: int) -> None:
+    outcomes = Counter(interleave(seed, killed=True) for seed in range(first, first + 100))
     print(outcomes)
     assert len(outcomes) >= 3
 
