@@ -1073,7 +1073,7 @@ class StoreSuite:
                 return worst
 
             def slow() -> None:
-                time.sleep(0.2)
+                time.sleep(1.0)
                 commit(store, 1)
 
             done = asyncio.Event()
@@ -1082,7 +1082,7 @@ class StoreSuite:
             done.set()
             return await beating
 
-        assert asyncio.run(run()) < 0.1
+        assert asyncio.run(run()) < 0.5  # seconds; a busy machine has pauses of its own
         assert store.list_ids() == [1]
 
     def test_gc_of_a_store_in_order_deletes_nothing(self, store: CheckpointStore) -> None:
