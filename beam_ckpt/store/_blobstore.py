@@ -365,7 +365,11 @@ class BlobCheckpointStore(CheckpointStore):
     def next_id(self) -> int:
         """Returns an id above every one that was ever given out."""
         found = self._inventory()
-        return max([*found.manifests, *found.finals, *found.used], default=0) + 1
+        named = 0
+        with contextlib.suppress(InvalidCheckpointError):  # a witness, where all else was lost
+            pointer, _ = self._read_pointer()
+            named = pointer.id if pointer is not None else 0
+        return max([*found.manifests, *found.finals, *found.used, named]) + 1
 
     def list(self) -> builtins.list[tuple[int, int]]:
         """See `CheckpointStore.list`."""

@@ -1451,6 +1451,9 @@ class BlobStoreSuite(StoreSuite):
         with pytest.raises(InvalidCheckpointError, match="references missing checkpoint 2"):
             store.prune_before(100)
         assert store.list_ids() == [1]
+        assert store.next_id() == 3
+        third = commit(store, 3)
+        assert store.load_latest() == third
 
     def test_a_pointer_to_an_attempt_fails_closed(self, store: BlobCheckpointStore) -> None:
         """Row 42."""
