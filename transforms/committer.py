@@ -8,6 +8,7 @@ younger run's claim stops it (`FencedError`).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import platform
@@ -270,9 +271,11 @@ class CommitFn(ClockedDoFn):
         epoch = 0 if base is None else base.epoch
         ids = [i for i in self._store.list_ids() if base is None or i > base.id]
         for checkpoint_id in ids:
-            marker = self._store.final_marker(checkpoint_id)
-            if marker is not None:
-                epoch = max(epoch, marker.epoch)
+            # A damaged marker says nothing, and must not stop what is sound.
+            with contextlib.suppress(InvalidCheckpointError):
+                marker = self._store.final_marker(checkpoint_id)
+                if marker is not None:
+                    epoch = max(epoch, marker.epoch)
 
         def entries(of_epoch: int) -> dict[str, OperatorSnapshotEntry]:
             return next_operators(operators, uids, new, of_epoch)

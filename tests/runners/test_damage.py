@@ -77,6 +77,7 @@ OBJECTS = {
     "manifest": lambda tree: manifest(tree, 3),
     "sidecar": lambda tree: sidecar(tree, CUTS[2]),
     "older sidecar": lambda tree: sidecar(tree, CUTS[1]),
+    "marker": lambda tree: manifest(tree, 3).with_suffix(".final"),
 }
 
 
@@ -89,8 +90,9 @@ def test_a_damaged_object_is_named_and_an_older_checkpoint_restored(
     DAMAGE[damage](path)
     store = open_store(tree)
     result = store.validate_checkpoint(3)
-    assert not result.valid
-    assert any(path.name in issue or "manifest" in issue for issue in result.issues)
+    if (name, damage) != ("marker", "missing"):  # that is what an unfinished attempt looks like
+        assert not result.valid
+        assert any(path.name in i or "manifest" in i or ".final" in i for i in result.issues)
     report = store.recover_latest_validated()
     assert report.chosen is not None and report.chosen.id < 3
     assert [s.id for s in report.skipped if s.phase == "invalid"]
