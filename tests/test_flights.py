@@ -163,6 +163,7 @@ def test_by_default_every_step_of_the_protocol_is_struck() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_a_year_killed_again_and_again_is_a_year_that_never_stopped(tmp_path: Path) -> None:
     command = [sys.executable, str(SAMPLE), "crash", "--flights", "1500", "--seed", "5"]
     command += ["--work", str(tmp_path / "work"), "--store", str(tmp_path / "stores")]
