@@ -5,7 +5,9 @@
     beam-ckpt validate STORE [ID...]          is what a restore needs there and unharmed
     beam-ckpt state STORE OPERATOR            rows of an operator's state, typed
 
-STORE is a path or a URL (`gs://bucket/ckpt/job`). Nothing here writes to a store, and cells that
+and those of `beam_ckpt.cli_maintenance`: recover, repair-pointer, tag, prune, gc, copy.
+
+STORE is a path or a URL (`gs://bucket/ckpt/job`). What is here never writes to it, and cells that
 only the author's coder can read are shown as bytes: nothing is unpickled. With `--json` each
 command prints one JSON object per line to stdout (bytes as `0x...`, event times as ISO 8601 in
 UTC); messages and progress go to stderr.
@@ -38,6 +40,7 @@ from rich.table import Table
 from rich.text import Text
 
 from beam_ckpt import inspect
+from beam_ckpt.cli_maintenance import register
 from beam_ckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -59,8 +62,8 @@ _BYTES_SHOWN = 16
 
 app = typer.Typer(
     name="beam-ckpt",
-    help="Look at the checkpoints of a store. Nothing is written and nothing is unpickled.",
-    epilog="Exit status: 0 done, 1 damaged, 2 usage, 3 not found, 4 the storage failed.",
+    help="Look at the checkpoints of a store and maintain them. Nothing is unpickled.",
+    epilog="Exit status: 0 done, 1 damaged or refused, 2 usage, 3 not found, 4 storage failed.",
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -254,6 +257,9 @@ def state(
     console.print(shown)
     boundary = _boundary({"boundary": _event_time(manifest.watermark), "drained": True})
     console.print(f"checkpoint {manifest.id}, up to {boundary}", markup=False, style="dim")
+
+
+register(app)
 
 
 # -- helpers ---------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ REPO = Path(__file__).resolve().parent.parent
 
 # A unit imports only units with a smaller number (and itself). `testing` stands above everything.
 LAYERS = {
+    "beam_ckpt._terminal": 0,
     "beam_ckpt.errors": 0,
     "beam_ckpt.keygroups": 1,
     "beam_ckpt.manifest": 2,
@@ -26,6 +27,7 @@ LAYERS = {
     "beam_ckpt.sidecar": 3,
     "beam_ckpt.store": 4,
     "beam_ckpt": 5,  # the front door: re-exports, no code
+    "beam_ckpt.cli_maintenance": 6,
     "beam_ckpt.inspect": 6,
     "beam_ckpt.transforms": 6,
     "beam_ckpt.cli": 7,
