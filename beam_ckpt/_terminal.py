@@ -42,7 +42,9 @@ def event_time(micros: int | None) -> str | None:
 def print_json(rows: Iterable[Mapping[str, object]]) -> None:
     """Writes one JSON object per line to stdout."""
     for row in rows:
-        sys.stdout.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+        line = json.dumps(row, ensure_ascii=False, allow_nan=False)
+        # A file name that is no UTF-8 has lone surrogates: written as JSON escapes them.
+        sys.stdout.write(line.encode("utf-8", "backslashreplace").decode("utf-8") + "\n")
     sys.stdout.flush()
 
 

@@ -33,7 +33,6 @@ import contextlib
 import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated
@@ -66,6 +65,7 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 _READERS = 8
+_NAMED = 3
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _PART = r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([smhdw])"
 
@@ -262,8 +262,7 @@ def gc(
     plan = opened.gc(grace_s=grace_s, dry_run=True)
     for item in plan.deleted:
         _say(f"{_garbage(item)}: {_goes(dry_run)}", to_stderr=as_json)
-    for reason, count in sorted(Counter(item.reason for item in plan.kept).items()):
-        _say(f"{_count(count, 'unlisted file')} kept: {reason}", style="dim", to_stderr=as_json)
+    _say_kept(plan.kept, to_stderr=as_json)
     what = f"{_count(len(plan.deleted), 'file')} ({size(plan.bytes)})"
     done = plan
     if not plan.deleted:
@@ -413,6 +412,16 @@ def _say_skipped(skipped: Sequence[SkippedCheckpoint]) -> None:
         style = "red" if one.phase == "invalid" else "yellow"
         cut = "boundary unknown" if one.boundary == "unknown" else _cut(one.boundary)
         _say(f"checkpoint {one.id}, {cut}: skipped, {one.reason}", style=style)
+
+
+def _say_kept(kept: Sequence[Garbage], *, to_stderr: bool) -> None:
+    by_reason: dict[str, list[str]] = {}
+    for item in kept:
+        by_reason.setdefault(item.reason, []).append(item.key)
+    for reason, keys in sorted(by_reason.items()):
+        named = ", ".join(keys[:_NAMED]) + (", ..." if len(keys) > _NAMED else "")
+        files = _count(len(keys), "unlisted file")
+        _say(f"{files} kept: {reason} ({named})", style="dim", to_stderr=to_stderr)
 
 
 def _say_unlisted(plan: GcReport, done: GcReport, *, to_stderr: bool) -> None:

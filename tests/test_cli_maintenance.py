@@ -382,7 +382,7 @@ def test_gc_names_each_file_and_why_before_it_goes(
     first, second, kept, done = capsys.readouterr().out.splitlines()
     why = "6 B, its boundary lies below that of checkpoint 4: goes"
     assert (first, second) == tuple(f"{path}, {why}" for path in orphans)
-    assert kept == "1 unlisted file kept: run alive may still publish it"
+    assert kept.startswith("1 unlisted file kept: run alive may still publish it (state/totals/")
     assert done == "deleted 2 files"
 
 
@@ -394,6 +394,18 @@ def test_gc_leaves_what_is_younger_than_a_day(
     assert "2 unlisted files kept: younger than the grace period" in out
     assert "nothing to delete" in out
     assert set(orphans) <= tree(root)
+
+
+def test_a_file_of_a_strange_name_is_kept_and_named_without_driving_the_terminal(
+    root: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    Path(os.fsdecode(os.fsencode(root / "state") + b"/\xff\x1b[2J.parquet")).write_bytes(b"x")
+    assert beam_ckpt("gc", root, "--dry-run") == 0
+    out = capfdbinary.readouterr().out
+    assert rb"delete it by hand (state/\udcff\x1b[2J.parquet)" in out
+    assert beam_ckpt("gc", root, "--dry-run", "--json") == 0
+    (kept,) = json.loads(capfdbinary.readouterr().out)["kept"]
+    assert kept["key"] == "state/\udcff\x1b[2J.parquet"
 
 
 # -- asking ----------------------------------------------------------------------------------
