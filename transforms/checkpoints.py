@@ -347,6 +347,8 @@ class _Operator(beam.PTransform[Any, Any]):
         if restoring:
             self._check_saved(operator)
         output_types = self._output_types(pcoll.element_type)
+        # Beam warns of tags without a type as soon as there is one with a type: ours.
+        output_types = {**dict.fromkeys(self._tags or (), typehints.Any), **output_types}
         config = OperatorConfig(
             uid=uid,
             key_coder=key_coder,
@@ -607,6 +609,9 @@ def _micros(name: str, value: Seconds | None) -> int | None:
     if value is None:
         return None
     try:
+        if isinstance(value, float):
+            # To the nearest microsecond: 1.001 is 1,001 ms, whatever its binary fraction.
+            value = Timestamp(micros=round(value * 1_000_000))
         micros = value.micros if isinstance(value, Duration) else Timestamp.of(value).micros
     except (TypeError, ValueError, OverflowError) as error:
         raise PipelineRefusedError(

@@ -166,6 +166,13 @@ def test_is_refused_while_the_pipeline_is_built(case):
     assert "What to do" in str(refused.value)
 
 
+@pytest.mark.parametrize("until", [-64.999, 1.001, 0.1, 64.123, -0.003, 1_577_836_800.007])
+def test_a_time_in_fractions_of_a_second_is_the_millisecond_it_names(until):
+    pipeline = beam.Pipeline(runner="FnApiRunner")
+    ckpt = Checkpoints(pipeline, "memory://refused-times", until=until)
+    assert ckpt._epochs.until == round(until * 1000) * 1000
+
+
 @pytest.mark.parametrize("count", [0, -1, 65_536])
 def test_a_number_of_key_groups_out_of_range_is_refused(count):
     with pytest.raises(errors.CheckpointError, match=str(count)):
