@@ -173,21 +173,21 @@ def test_restarts_from_cut_to_cut_give_what_one_run_gives(runner):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_every_checkpoint_of_a_run_is_its_cut(runner):
-    property_of(_epochs, settings(FEW, max_examples=10), runner, epochs(RUNNERS[runner]))
+    property_of(_epochs, settings(FEW, max_examples=6), runner, epochs(RUNNERS[runner]))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_restarts_from_cut_to_cut_give_what_one_run_gives_at_length(runner):
-    property_of(check_restarts, MANY, runner, histories(RUNNERS[runner], size=30, many=3))
+    property_of(check_restarts, MANY, runner, histories(RUNNERS[runner], size=25))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_every_checkpoint_of_a_run_is_its_cut_at_length(runner):
-    property_of(_epochs, settings(MANY, max_examples=60), runner, epochs(RUNNERS[runner]))
+    property_of(_epochs, settings(MANY, max_examples=30), runner, epochs(RUNNERS[runner]))
 
 
 def test_the_strategies_reach_what_they_are_for():
