@@ -27,8 +27,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import pyarrow as pa
@@ -40,6 +39,16 @@ from rich.table import Table
 from rich.text import Text
 
 from beam_ckpt import inspect
+from beam_ckpt._terminal import (
+    DAMAGED,
+    OK,
+    Json,
+    StoreArgument,
+    event_time,
+    print_json,
+    printable,
+    size,
+)
 from beam_ckpt.cli_maintenance import register
 from beam_ckpt.errors import (
     CheckpointError,
@@ -55,9 +64,8 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-OK, DAMAGED, USAGE, NOT_FOUND, STORAGE = 0, 1, 2, 3, 4
+USAGE, NOT_FOUND, STORAGE = 2, 3, 4
 
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _BYTES_SHOWN = 16
 
 app = typer.Typer(
@@ -68,9 +76,6 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-
-StoreArgument = Annotated[str, typer.Argument(help="A path or a URL.", metavar="STORE")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,7 +109,7 @@ def ls(store: StoreArgument, as_json: Json = False) -> None:
     """Lists the checkpoints, oldest first, damaged ones included."""
     rows = list(_plain(inspect.checkpoints(store)))
     if as_json:
-        _print_json(rows)
+        print_json(rows)
         return
     table = Table("id", "epoch", "phase", "boundary", "taken", "operators", "size", "")
     for row in rows:
@@ -142,7 +147,7 @@ def show(
             "python_version": pipeline and pipeline.python_version,
         }
         detail = {"key_group_count": manifest.key_group_count, **versions, "detail": operators}
-        _print_json([facts | detail])
+        print_json([facts | detail])
         return
     console = Console()
     console.print(f"checkpoint {manifest.id} in {opened.url}", markup=False, style="bold")
@@ -201,9 +206,9 @@ def validate(
     pointer = _pointer_problem(opened)
     damaged = pointer is not None or not all(row["valid"] for row in rows)
     if as_json:
-        _print_json(rows)
+        print_json(rows)
         if pointer is not None:
-            _print_json([{"id": None, "valid": False, "issues": [pointer]}])
+            print_json([{"id": None, "valid": False, "issues": [pointer]}])
     else:
         console = Console()
         for row in rows:
@@ -245,7 +250,7 @@ def state(
         if limit and len(rows) >= limit:
             break
     if as_json:
-        _print_json(rows)
+        print_json(rows)
         return
     console = Console()
     if not rows:
@@ -255,7 +260,7 @@ def state(
     for row in rows:
         shown.add_row(*(_text(row[name]) for name in columns))
     console.print(shown)
-    boundary = _boundary({"boundary": _event_time(manifest.watermark), "drained": True})
+    boundary = _boundary({"boundary": event_time(manifest.watermark), "drained": True})
     console.print(f"checkpoint {manifest.id}, up to {boundary}", markup=False, style="dim")
 
 
@@ -322,7 +327,7 @@ def _value(scalar: pa.Scalar) -> object:
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return [_value(item) for item in scalar.values]
     if pa.types.is_timestamp(kind):
-        return _event_time(scalar.cast(pa.timestamp("us", kind.tz)).value)
+        return event_time(scalar.cast(pa.timestamp("us", kind.tz)).value)
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         return "0x" + scalar.as_py().hex()
     if pa.types.is_floating(kind) and not math.isfinite(scalar.as_py()):
@@ -331,24 +336,8 @@ def _value(scalar: pa.Scalar) -> object:
     return value if isinstance(value, str | int | float | bool) else str(value)
 
 
-def _event_time(micros: int | None) -> str | None:
-    """ISO 8601 in UTC; a plain number of microseconds where the calendar has no such year."""
-    if micros is None:
-        return None
-    try:
-        return (_EPOCH + timedelta(microseconds=micros)).isoformat().replace("+00:00", "Z")
-    except OverflowError:
-        return f"{micros} us"
-
-
 def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
-
-
-def _print_json(rows: Iterable[Mapping[str, object]]) -> None:
-    for row in rows:
-        sys.stdout.write(_json(row) + "\n")
-    sys.stdout.flush()
 
 
 def _text(value: object) -> Text:
@@ -359,7 +348,7 @@ def _text(value: object) -> Text:
         if value.startswith("0x") and len(value) > 2 + 2 * _BYTES_SHOWN:
             return Text(f"{value[: 2 + 2 * _BYTES_SHOWN]}... ({len(value) // 2 - 1} bytes)")
         # What a key or a cell holds must not drive the terminal.
-        return Text("".join(c if c.isprintable() else ascii(c)[1:-1] for c in value))
+        return Text(printable(value))
     if isinstance(value, list):
         return Text(", ".join(_text(item).plain for item in value))
     if isinstance(value, dict):
@@ -375,14 +364,7 @@ def _boundary(row: Mapping[str, object]) -> str:
 
 
 def _size(count: object) -> str:
-    if not isinstance(count, int):
-        return "-"
-    size, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+    return size(count) if isinstance(count, int) else "-"
 
 
 def _strings(value: object) -> list[str]:
