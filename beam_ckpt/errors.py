@@ -33,6 +33,7 @@ __all__ = [
     "StateIncompatibleError",
     "StoreUrlError",
     "UnsupportedFormatError",
+    "WatermarkError",
 ]
 
 
@@ -142,3 +143,7 @@ class StateIncompatibleError(CheckpointError, ValueError):
 
 class PipelineRefusedError(CheckpointError, ValueError):
     """A pipeline was refused while it was being built."""
+
+
+class WatermarkError(CheckpointError, RuntimeError):
+    """The runner let the watermark pass what was still to come, so that a cut would not be one."""

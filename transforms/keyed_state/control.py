@@ -20,7 +20,7 @@ _TIMER = struct.Struct("<HHq")
 _COUNT = struct.Struct("<I")
 _COUNTS = struct.Struct("<HH")
 
-_LIVE, _SAVED, _OPEN, _ARMED, _HORIZON, _BUFFERED = (1 << i for i in range(6))
+_LIVE, _SAVED, _OPEN, _ARMED, _HORIZON, _BUFFERED, _RESTORED = (1 << i for i in range(7))
 _EMPTY_LENGTH, _SPILLED_LENGTH = 0xFFFFFFFF, 0xFFFFFFFE
 
 #: Stands for a value that is kept in the overflow cell because it is large.
@@ -32,6 +32,7 @@ class Control:
 
     Attributes:
         live: The key's saved record has come, or it is known that there is none.
+        restored: The key's saved record has come.
         saved: A record of this key is in the checkpoint's chain, so that emptiness has to be told.
         floor: The last wake-up of the clock: a lower bound of the watermark for this key.
         open: End of the epoch in which the key was changed and not yet saved, or `None`.
@@ -58,6 +59,7 @@ class Control:
         "last_ready",
         "live",
         "open",
+        "restored",
         "saved",
         "timers",
         "updated",
@@ -67,6 +69,7 @@ class Control:
     def __init__(self, floor: int, live: bool, packed_cells: int) -> None:
         self.live = live
         self.saved = False
+        self.restored = False
         self.floor = floor
         self.open: int | None = None
         self.armed: int | None = None
@@ -90,6 +93,7 @@ class Control:
             | (_ARMED if armed is not None else 0)
             | (_HORIZON if horizon is not None else 0)
             | (_BUFFERED if self.buffered else 0)
+            | (_RESTORED if self.restored else 0)
         )
         out = [
             _HEAD.pack(
@@ -128,6 +132,7 @@ class Control:
         at += _COUNTS.size
         self = cls(floor, bool(flags & _LIVE), cells)
         self.saved = bool(flags & _SAVED)
+        self.restored = bool(flags & _RESTORED)
         self.open = open_ if flags & _OPEN else None
         self.armed = armed if flags & _ARMED else None
         self.horizon = horizon if flags & _HORIZON else None

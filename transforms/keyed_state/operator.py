@@ -23,7 +23,7 @@ from apache_beam.transforms.window import TimestampedValue
 from apache_beam.utils.timestamp import Timestamp
 from apache_beam.utils.windowed_value import PANE_INFO_UNKNOWN, WindowedValue
 
-from beam_ckpt.errors import StateIncompatibleError
+from beam_ckpt.errors import StateIncompatibleError, WatermarkError
 from beam_ckpt.keygroups import key_group
 from beam_ckpt.transforms.elements import Restored
 from beam_ckpt.transforms.keyed_state.clock import BEFORE_ALL, DRAINED, MS, Epochs
@@ -438,18 +438,28 @@ class KeyedOperator:
 
     def _restore(self, state: KeyState, restored: Restored) -> Iterator[Any]:
         memory, config = state.control, self._config
-        if memory.live:
+        if memory.restored:
             # Some runners emit an Impulse again; the key has gone on since.
             self._ignored.inc()
             return
+        if memory.live:
+            raise WatermarkError(
+                f"operator {config.uid!r}: the runner let the watermark pass before the saved "
+                "state of a key had been restored, so that elements met no state. Nothing of this "
+                "bundle counts. What to do: run again from the checkpoint, on another runner if "
+                "this one does it again."
+            )
         record = SnapshotRecord.from_bytes(restored.record)
         for cell, saved in zip(state.cells, record.cells, strict=True):
             cell.restore(saved)  # type: ignore[arg-type]
         index = {name: i for i, name in enumerate(self._signature.timers)}
         for timer in record.timers:
             memory.timers[(index[timer.family], timer.tag)] = timer.fire
-        memory.live = memory.saved = True
+        memory.live = memory.restored = memory.saved = True
         memory.updated = record.updated
+        if memory.buffered:
+            # They waited for this record; `_advance` sees what else they wait for.
+            memory.first_ready = memory.floor
         self._restored.inc()
         for output in record.carried:
             # At a drained end whoever reads them has folded them all.

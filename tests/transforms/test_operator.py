@@ -1,0 +1,138 @@
+"""What a key does with what a runner may bring, in any order: driven by hand, without a runner."""
+
+from __future__ import annotations
+
+import pytest
+from apache_beam.coders import StrUtf8Coder, VarIntCoder
+from apache_beam.coders.coders import GlobalWindowCoder
+from apache_beam.transforms.window import GlobalWindow
+from apache_beam.utils.timestamp import Timestamp
+from apache_beam.utils.windowed_value import WindowedValue
+
+from beam_ckpt import errors
+from beam_ckpt.testing.subjects import CountAndSumFn
+from beam_ckpt.transforms.elements import Restored
+from beam_ckpt.transforms.keyed_state.clock import GATE, Epochs
+from beam_ckpt.transforms.keyed_state.operator import KeyedOperator, OperatorConfig
+from beam_ckpt.transforms.signature import read_signature
+from beam_ckpt.transforms.snapshot import SnapshotRecord
+
+
+class Bag:
+    """A runner's bag."""
+
+    def __init__(self) -> None:
+        self.values: list[object] = []
+
+    def read(self):
+        return list(self.values)
+
+    def add(self, value) -> None:
+        self.values.append(value)
+
+    def clear(self) -> None:
+        self.values = []
+
+
+class Clock:
+    """A runner's timer."""
+
+    def __init__(self) -> None:
+        self.set_for: dict[str, int] = {}
+
+    def set(self, timestamp, dynamic_timer_tag="") -> None:
+        self.set_for[dynamic_timer_tag] = timestamp.micros
+
+    def clear(self, dynamic_timer_tag="") -> None:
+        self.set_for.pop(dynamic_timer_tag, None)
+
+
+class Key:
+    """One key of a restored run, and the runner's cells for it."""
+
+    def __init__(self) -> None:
+        signature = read_signature(CountAndSumFn())
+        config = OperatorConfig(
+            uid="op",
+            key_coder=StrUtf8Coder(),
+            value_coder=VarIntCoder(),
+            window_coder=GlobalWindowCoder(),
+            output_coders=((None, VarIntCoder()),),
+            epochs=Epochs(None, None),
+            boundary=None,
+            restoring=True,
+            rewrite=False,
+            key_groups=1,
+            time_sorted=False,
+            bounded=False,
+        )
+        self.operator = KeyedOperator(CountAndSumFn(), signature, config)
+        self.control, self.buffer, self.clock = Bag(), Bag(), Clock()
+        self.cells = signature.cells
+        self.growing = [Bag() for cell in self.cells if cell.kind != "read_modify_write"]
+
+    def bundle(self, *steps) -> list[object]:
+        self.operator.start_bundle()
+        outputs = [output for step in steps for output in step()]
+        self.operator.flush()
+        return outputs
+
+    def element(self, value, seconds=0):
+        windowed = WindowedValue(("k", value), Timestamp(seconds), (GlobalWindow(),))
+        handles = (*self.growing, self.clock)
+        return lambda: self.operator.process(
+            ("k", value), windowed, self.control, self.buffer, handles
+        )
+
+    def fire(self, micros):
+        return lambda: self.operator.on_clock(
+            "k", micros, GlobalWindow(), self.control, self.buffer, self.clock, self.growing
+        )
+
+    def record(self):
+        values = tuple(
+            cell.coder.encode((2, 7) if cell.name == "totals" else 2)
+            if cell.kind == "read_modify_write"
+            else ()
+            for cell in self.cells
+        )
+        key = StrUtf8Coder().encode("k")
+        return Restored(SnapshotRecord(key, b"", False, 0, values, (), ()).to_bytes())
+
+
+def test_an_element_before_its_keys_record_waits_for_it():
+    key = Key()
+    assert key.bundle(key.element(5)) == []
+    assert key.clock.set_for == {"": GATE}
+    assert len(key.bundle(lambda: key.element(key.record())())) > 0
+
+
+def test_a_record_that_comes_again_is_ignored():
+    key = Key()
+    key.bundle(key.element(key.record()))
+    before = list(key.control.values)
+    assert key.bundle(key.element(key.record())) == []
+    assert key.control.values == before
+
+
+def test_a_record_behind_the_gate_stops_the_run_instead_of_being_lost():
+    key = Key()
+    key.bundle(key.element(5))
+    assert len(key.bundle(key.fire(GATE))) > 0
+    with pytest.raises(errors.WatermarkError, match="'op': the runner let the watermark pass"):
+        key.bundle(key.element(key.record()))
+
+
+def test_a_stale_fire_of_a_key_without_anything_leaves_nothing():
+    key = Key()
+    assert key.bundle(key.fire(GATE)) == []
+    assert key.control.values == []
+    assert key.clock.set_for == {}
+
+
+def test_versions_of_the_control_do_not_pile_up():
+    key = Key()
+    key.bundle(key.element(key.record()))
+    for value in range(40):
+        key.bundle(key.element(value))
+        assert len(key.control.values) <= 9
