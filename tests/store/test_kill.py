@@ -127,6 +127,7 @@ def test_50_kills_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_500_kills_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     counts = _kill_again_and_again(tmp_path / "root", 500)
     print(counts)

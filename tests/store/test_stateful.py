@@ -347,12 +347,13 @@ def test_a_store_behaves_as_its_model(files: bool, examples: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("files", [False, True], ids=["memory", "files"])
 def test_a_store_behaves_as_its_model_for_long(files: bool) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         _machine(files),
         settings=settings(
-            max_examples=100 if files else 1000,
+            max_examples=40 if files else 300,
             stateful_step_count=50,
             deadline=None,
             suppress_health_check=list(HealthCheck),
