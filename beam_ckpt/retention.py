@@ -13,6 +13,8 @@ Example:
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -175,6 +177,15 @@ class PrunePlan:
     def sparing(self, ids: AbstractSet[int]) -> PrunePlan:
         """Returns the plan without some of its checkpoints."""
         return plan(self.doomed + self.kept, frozenset(f.id for f in self.doomed) - ids)
+
+    def doomed_ranges(self) -> list[range]:
+        """Returns the doomed ids as few ranges, none of which has a kept id in it."""
+        ranges = []
+        kept = sorted(f.id for f in self.kept)
+        for _, run in itertools.groupby(self.doomed, lambda f: bisect.bisect(kept, f.id)):
+            ids = [f.id for f in run]
+            ranges.append(range(ids[0], ids[-1] + 1))
+        return ranges
 
 
 def plan(checkpoints: Iterable[RetentionFacts], doomed: AbstractSet[int]) -> PrunePlan:

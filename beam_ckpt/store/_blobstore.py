@@ -8,10 +8,13 @@ prepared; a committer first creates its manifest and then looks for younger clai
 seals. So of a stalled committer and its successor at least one sees the other, however long the
 committer slept between two steps.
 
-How deletion is kept safe. A checkpoint that goes loses its `.final` first (it is no recovery
-point any more), then tags and claims are looked at once more (one that came meanwhile gets its
-`.final` back), then the sidecars go that no kept manifest lists, and the manifest last: until
-then it is the inventory from which a killed prune is taken up again.
+How deletion is kept safe. A prune first writes down what it means to delete (below `prunes/`,
+in names of empty objects, for which a full disk has room) and then looks at tags and claims once
+more, sparing what they name; who tags or claims first writes that down and then looks at the
+prunes. So at least one sees the other, and nothing is ever taken back. A checkpoint that goes
+loses its `.final` first (it is no recovery point any more), then the sidecars go that no kept
+manifest lists, and the manifest last: until then it is the inventory from which a killed prune
+is taken up again.
 """
 
 from __future__ import annotations
@@ -921,8 +924,7 @@ class BlobCheckpointStore(CheckpointStore):
             if self._create(self._paths.run(mine), record.to_json()) is None:
                 break
         self._give_up_older(mine, run_id)
-        # A prune that was under way either sees the claim or has taken the marker already.
-        if restored_from is not None and self.final_marker(restored_from) is None:
+        if restored_from is not None and self._is_going(restored_from):
             facts = self._retention_facts(self._inventory())
             if not any(f.finalized and f.generation == mine for f in facts):
                 raise CheckpointNotFoundError(
@@ -937,8 +939,8 @@ class BlobCheckpointStore(CheckpointStore):
             if id in found.finals:
                 if isinstance(self._witness(id), AbandonedMarker):
                     continue
-                # Below the newest recovery point a prune may have taken a marker away for a
-                # moment; what is older than that was given up by the run after it.
+                # Below the newest recovery point a prune may have taken markers away; what is
+                # older than that was given up by the run after it.
                 break
             try:
                 stored = self._read_manifest(id)
@@ -1004,7 +1006,6 @@ class BlobCheckpointStore(CheckpointStore):
         facts, found, protected = self._classify()
         plan = plan_policy(facts, policy, protected=protected, now_ms=_now_ms())
         if not dry_run:
-            self._reseal(plan, protected)
             plan = self._carry_out(plan, found)
         return _report(plan, dry_run=dry_run)
 
@@ -1012,21 +1013,8 @@ class BlobCheckpointStore(CheckpointStore):
         """See `CheckpointStore.prune_before`."""
         facts, found, protected = self._classify()
         plan = plan_before(facts, before_epoch, protected=protected)
-        self._reseal(plan, protected)
         plan = self._carry_out(plan, found)
         return len(plan.doomed)
-
-    def _reseal(self, plan: PrunePlan, protected: AbstractSet[int]) -> None:
-        """Gives back the marker that a prune took from a checkpoint just tagged, and was killed."""
-        for fact in plan.kept:
-            if fact.id in protected and not fact.finalized:
-                self._seal(fact.id)
-
-    def _seal(self, id: int) -> None:
-        stored = self._read_manifest(id)
-        if stored is not None:
-            marker = FinalMarker.of(stored.manifest, stored.data)
-            self._create(self._paths.final(id), marker.to_json())
 
     def _classify(self) -> tuple[builtins.list[RetentionFacts], _Inventory, AbstractSet[int]]:
         found = self._inventory()
@@ -1049,15 +1037,14 @@ class BlobCheckpointStore(CheckpointStore):
         ]
         if plan.doomed:
             self._ensure_namespace()
-            sealed = [f.id for f in plan.doomed if f.finalized]
+            intents = self._paths.new_prune(plan.doomed_ranges())
+            for key in intents:
+                self._create(key, b"")
+            plan = plan.sparing(self._protected(plan.doomed + plan.kept))
             # An attempt is decided before its files go: a late finalize must find out.
             attempts = [f.id for f in plan.doomed if not f.finalized]
             plan = plan.sparing({id for id in attempts if not self._abandon(id, "prune")})
-            self._delete([self._paths.final(id) for id in sealed])
-            spared = self._protected(plan.doomed + plan.kept) & set(sealed)
-            for id in spared:
-                self._seal(id)
-            plan = plan.sparing(spared)
+            self._delete([self._paths.final(f.id) for f in plan.doomed if f.finalized])
             self._delete([self._paths.object(path) for path in plan.sidecars])
             going = [f.id for f in plan.doomed]
             for id in going:
@@ -1065,8 +1052,23 @@ class BlobCheckpointStore(CheckpointStore):
                     self._create(self._paths.used(id), b"{}")
             self._delete([self._paths.manifest(id) for id in going])
             self._delete([self._paths.final(id) for id in going if id in attempts])
+            self._delete(intents)
         self._delete(strays + [self._paths.used(id) for id in found.used if id < newest])
         return plan
+
+    def _is_going(self, id: int) -> bool:
+        """Whether a prune has taken a checkpoint, or may yet: asked by who has just named it."""
+        # In this order: a prune removes its intent when all that it takes is gone.
+        if any(id in going for _, going, _ in self._intents()):
+            return True
+        return self.final_marker(id) is None
+
+    def _intents(self) -> builtins.list[tuple[BlobMeta, range, int]]:
+        """Ids and start (wall-clock milliseconds) of the prunes under way, or killed."""
+        prefix = self._paths.prunes
+        with self._io("listing", prefix):
+            listed = self._blobs.list(prefix)
+        return [(meta, *self._paths.parse_prune(meta.key)) for meta in listed]
 
     # -- tags ----------------------------------------------------------------------------
 
@@ -1091,10 +1093,13 @@ class BlobCheckpointStore(CheckpointStore):
                 f"tag {name!r} names checkpoint {other.id} already: untag it first, or take "
                 "another name"
             )
-        # A prune that was under way either sees the tag or has taken the marker already.
-        if self.final_marker(id) is None:
+        if self._is_going(id):
             self._delete([key])
-            raise CheckpointNotFoundError(f"checkpoint {id} was pruned while it was tagged")
+            raise CheckpointNotFoundError(
+                f"checkpoint {id} of {self.url} is being pruned: tag another one. (If that prune "
+                "was killed, `beam-ckpt gc` removes what it left, and then this one can be tagged "
+                "if it is still there)"
+            )
 
     def untag(self, name: str) -> None:
         """See `CheckpointStore.untag`."""
@@ -1163,6 +1168,9 @@ class BlobCheckpointStore(CheckpointStore):
         for id, meta in found.finals.items():
             if id not in found.manifests and latest is not None and id < latest.id:
                 deleted.append(Garbage(meta.key, meta.size, "marks no checkpoint"))
+        for meta, _, started_ms in self._intents():
+            if started_ms <= rules.now_ms - rules.grace_ms:
+                deleted.append(Garbage(meta.key, meta.size, "left by a prune that died"))
         for meta in temporaries:
             deleted.append(Garbage(meta.key, meta.size, "left by a writer that died"))
         deleted.sort(key=lambda g: g.key)

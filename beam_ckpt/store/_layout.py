@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import quote
 
@@ -18,6 +19,7 @@ _MANIFEST = re.compile(r"([0-9]{12}|[1-9][0-9]{12,19})\.(json|final|used)")
 _RUN = re.compile(r"([0-9]{8,20})\.json")
 _UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
 _SIDECAR = re.compile(rf"(end|-?[0-9]{{1,20}})-(.{{1,160}})-({_UUID})\.parquet")
+_PRUNE = re.compile(rf"({_UUID})-([0-9]{{12,20}})-([0-9]{{12,20}})")
 _SAVED = re.compile(r"(end|-?[0-9]{1,20})-save-([0-9]{12,20})\.parquet")
 
 
@@ -71,6 +73,11 @@ class Layout:
         return f"{self.base}tags/"
 
     @property
+    def prunes(self) -> str:
+        """Prefix of what prunes that are under way mean to delete."""
+        return f"{self.base}prunes/"
+
+    @property
     def state(self) -> str:
         """Prefix of the sidecars."""
         return f"{self.base}state/"
@@ -94,6 +101,11 @@ class Layout:
     def tag(self, name: str) -> str:
         """The record of a tag."""
         return f"{self.tags}{_segment(name)}.json"
+
+    def new_prune(self, ranges: Iterable[range]) -> list[str]:
+        """New unique paths for what one prune means to delete: the ids are in the names."""
+        prune = f"{self.prunes}{new_checkpoint_id()}"
+        return [f"{prune}-{_checked(r[0]):012d}-{_checked(r[-1]):012d}" for r in ranges]
 
     def object(self, relative: str) -> str:
         """The key of a sidecar, from its path in a manifest."""
@@ -133,6 +145,18 @@ class Layout:
             generation = int(found[1])
             if 1 <= generation <= _MAX_U64 and key == self.run(generation):
                 return generation
+        raise InvalidCheckpointError(_stranger(key))
+
+    def parse_prune(self, key: str) -> tuple[range, int]:
+        """Returns ids and start (wall-clock milliseconds) of an object below `prunes/`.
+
+        Raises:
+            InvalidCheckpointError: The name is not canonical.
+        """
+        if found := _PRUNE.fullmatch(key, len(self.prunes)):
+            started_ms = uuid7_millis(found[1])
+            if started_ms is not None:
+                return range(int(found[2]), int(found[3]) + 1), started_ms
         raise InvalidCheckpointError(_stranger(key))
 
     def parse_sidecar(self, key: str) -> SidecarName:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
 import pickle
@@ -29,7 +30,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import pytest
 
-from beam_ckpt.blobs import ABSENT, BlobConflict, BlobMeta
+from beam_ckpt.blobs import ABSENT, BlobConflict, BlobMeta, Blobs
 from beam_ckpt.blobs._base import crc32c
 from beam_ckpt.errors import (
     CheckpointConflictError,
@@ -1106,6 +1107,36 @@ class StoreSuite:
         assert store.load_latest() == last
 
 
+class Before(FaultyBlobs):
+    """Blobs that do something else before the n-th operation."""
+
+    def __init__(self, inner: Blobs, step: int, act: Callable[[], object]) -> None:
+        super().__init__(inner, FaultPlan())
+        self._left, self._act = step, act
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._delete(key)
+
+    def _run(self, operation: str, key: str, act: Callable[[], Any]) -> Any:
+        self._left -= 1
+        if self._left == 0:
+            self._act()
+        return act()
+
+
+def check_tagged(store: CheckpointStore, id: int | None) -> None:
+    """The tag and its checkpoint are there and whole, or neither is."""
+    if id is None:
+        assert store.tags() == {}
+        return
+    assert store.tags() == {"late": id}
+    assert store.validate_checkpoint(id).valid
+    manifest = store.load_by_id(id)
+    assert manifest is not None
+    assert manifest.durable_phase == "finalized"
+
+
 class BlobStoreSuite(StoreSuite):
     """The rows that are seen by damaging objects, or by faults between store and storage."""
 
@@ -1809,46 +1840,63 @@ class BlobStoreSuite(StoreSuite):
         assert store.list_ids() == [2]
         assert store.validate_checkpoint(2).valid
 
-    def test_a_tag_that_comes_during_a_prune_is_honoured(
+    def test_a_tag_that_comes_during_a_prune_is_honoured_or_is_told(
         self, opener: Opener[BlobCheckpointStore]
     ) -> None:
-        """Marked before deleted, and looked at again: a pin is never ignored until too late."""
-        store = opener()
-        for id in (1, 2, 3):
-            commit(store, id)
+        """Before any of its steps: what is tagged is whole, what goes is not tagged."""
+        outcomes = set()
+        for step in range(1, 100):
+            at = f"step-{step}"
+            for id in (1, 2, 3):
+                commit(opener(at), id)
+            tagged: list[bool] = []
 
-        class Tagging(FaultyBlobs):
-            done = False
+            def tag(at: str = at, tagged: list[bool] = tagged) -> None:
+                try:
+                    opener(at).tag("late", 2)
+                    tagged.append(True)
+                except CheckpointNotFoundError:
+                    tagged.append(False)
 
-            def delete_many(self, keys: Iterable[str]) -> None:
-                held = list(keys)
-                if held and held[0].endswith(".final") and not self.done:
-                    self.done = True
-                    opener().tag("late", 2)
-                super().delete_many(held)
+            pruning = opener(at).with_blobs(Before(opener(at).blobs, step, tag))
+            deleted = pruning.prune(KeepLast(1)).deleted
+            if not tagged:
+                break
+            outcomes.add(tagged[0])
+            check_tagged(opener(at), 2 if tagged[0] else None)
+            assert deleted == ((1,) if tagged[0] else (1, 2))
+        assert outcomes == {True, False}
 
-        pruning = opener().with_blobs(Tagging(store.blobs, FaultPlan()))
-        assert pruning.prune(KeepLast(1)).deleted == (1,)
-        assert store.tags() == {"late": 2}
-        assert store.validate_checkpoint(2).valid
-        manifest = store.load_by_id(2)
-        assert manifest is not None
-        assert manifest.durable_phase == "finalized"
-
-    def test_a_checkpoint_that_was_tagged_while_a_prune_was_killed_gets_its_marker_back(
+    def test_a_prune_that_was_killed_is_taken_up_again(
         self, opener: Opener[BlobCheckpointStore]
     ) -> None:
-        """What is tagged was finalized, whatever became of the prune that did not know."""
-        store = opener()
-        for id in (1, 2, 3):
-            commit(store, id)
-        store.tag("late", 2)
-        before = store.load_by_id(2)
-        self.damage(store, "manifests/000000000002.final", None)
-        assert store.prune(KeepLast(1), dry_run=True).kept == (2, 3)
-        assert store.load_by_id(2) != before
-        assert store.prune(KeepLast(1)).deleted == (1,)
-        assert store.load_by_id(2) == before
+        """Killed before any of its steps: the next one finishes, and gc leaves nothing of it."""
+        for step in range(1, 100):
+            at = f"step-{step}"
+            for id in (1, 2, 3):
+                commit(opener(at), id)
+            killed = False
+
+            def kill() -> None:
+                nonlocal killed
+                killed = True
+                raise KeyboardInterrupt
+
+            pruning = opener(at).with_blobs(Before(opener(at).blobs, step, kill))
+            with contextlib.suppress(KeyboardInterrupt):
+                pruning.prune(KeepLast(1))
+            store = opener(at)
+            with contextlib.suppress(CheckpointNotFoundError):
+                store.tag("late", 2)
+            kept = 2 if store.tags() else None
+            store.prune(KeepLast(1))
+            check_tagged(store, kept)
+            store.gc(grace_s=0)
+            assert store.list_ids() == ([2, 3] if kept else [3])
+            assert store.blobs.list("prunes/") == []
+            if not killed:
+                break
+        assert step > 5
 
     def test_a_finalize_that_comes_during_a_prune_wins_or_is_told(
         self, opener: Opener[BlobCheckpointStore]

@@ -22,7 +22,7 @@ from beam_ckpt.manifest import RunIdentity
 from beam_ckpt.retention import KeepLast
 from beam_ckpt.store import MemoryCheckpointStore
 from beam_ckpt.testing.faults import FaultPlan, FaultyBlobs
-from beam_ckpt.testing.store import a_manifest, listing, write
+from beam_ckpt.testing.store import Before, a_manifest, check_tagged, commit, listing, write
 
 _T = TypeVar("_T")
 
@@ -92,13 +92,52 @@ class Stepping(FaultyBlobs):
         return act()
 
 
+def test_two_prunes_and_a_tag_between_their_steps() -> None:
+    """The second prune, which sees the tag, must not undo what the first has decided."""
+    outcomes = set()
+    for step in range(1, 100):
+        for inner in range(1, 100):
+            name = uuid.uuid4().hex
+            began: list[str] = []
+            tagged: list[bool] = []
+            store = MemoryCheckpointStore(name)
+            for id in (1, 2, 3):
+                commit(store, id)
+
+            def prune(name: str = name, began: list[str] = began) -> None:
+                began.append("prune")
+                MemoryCheckpointStore(name).prune(KeepLast(1))
+
+            def tag(
+                name: str = name,
+                inner: int = inner,
+                tagged: list[bool] = tagged,
+                prune: Callable[[], None] = prune,
+            ) -> None:
+                tagging = MemoryCheckpointStore(name)
+                try:
+                    tagging.with_blobs(Before(tagging.blobs, inner, prune)).tag("late", 2)
+                    tagged.append(True)
+                except CheckpointNotFoundError:
+                    tagged.append(False)
+
+            store.with_blobs(Before(store.blobs, step, tag)).prune(KeepLast(1))
+            if not began:
+                break
+            outcomes.add(tagged[0])
+            check_tagged(store, 2 if tagged[0] else None)
+        if not tagged:
+            break
+    assert outcomes == {True, False}
+
+
 def interleave(seed: int, *, killed: bool = False) -> str:
     rng = random.Random(f"killed {seed}")
     victims = {a: rng.randrange(30) for a in rng.sample(ACTORS, 2)} if killed else {}
     name = uuid.uuid4().hex
     store = MemoryCheckpointStore(name)
 
-    def commit(store: MemoryCheckpointStore, run: RunIdentity, attempts: int = 3) -> int:
+    def publish(store: MemoryCheckpointStore, run: RunIdentity, attempts: int = 3) -> int:
         entry = write(store, run.run_id.encode(), run_id=run.run_id)
         for _ in range(attempts):
             id = store.next_id()
@@ -111,12 +150,12 @@ def interleave(seed: int, *, killed: bool = False) -> str:
         raise AssertionError("no id was free")
 
     old = RunIdentity(generation=store.claim_generation("old"), run_id="old")
-    assert commit(store, old) == 1
+    assert publish(store, old) == 1
     found: dict[str, object] = {}
 
     def be_old(store: MemoryCheckpointStore) -> None:
         try:
-            found["old"] = commit(store, old)
+            found["old"] = publish(store, old)
         except (FencedError, CheckpointNotFoundError) as e:
             found["old"] = type(e)
 
@@ -125,7 +164,7 @@ def interleave(seed: int, *, killed: bool = False) -> str:
         chosen = store.recover_latest_validated().chosen
         assert chosen is not None
         found["restored"] = chosen.id
-        found["new"] = commit(store, RunIdentity(generation=generation, run_id="new"))
+        found["new"] = publish(store, RunIdentity(generation=generation, run_id="new"))
 
     def prune(store: MemoryCheckpointStore) -> None:
         for _ in range(3):
@@ -173,7 +212,7 @@ def interleave(seed: int, *, killed: bool = False) -> str:
     assert recovered.id >= max(i for i in (1, found.get("old"), found.get("new")) if _is_id(i))
     if killed:  # a run takes over, and cleans up
         generation = store.claim_generation("last", restored_from=recovered.id)
-        found["new"] = commit(store, RunIdentity(generation=generation, run_id="last"))
+        found["new"] = publish(store, RunIdentity(generation=generation, run_id="last"))
         store.prune(KeepLast(1))
         store.gc(grace_s=0)
     latest = store.load_latest()

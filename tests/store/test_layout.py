@@ -40,6 +40,9 @@ def test_every_path_reads_back(
         assert check_key(key).startswith(paths.base)
         assert paths.parse_manifest(key) == (id, "json" if kind == "manifest" else kind)
     assert paths.parse_run(paths.run(generation)) == generation
+    (intent,) = paths.new_prune([range(id, id + 1)])
+    assert check_key(intent).startswith(paths.prunes)
+    assert paths.parse_prune(intent)[0] == range(id, id + 1)
     assert check_key(paths.tag(uid)).startswith(paths.tags)
     path = paths.new_sidecar(uid, group, boundary, run_id)
     assert check_sidecar_path(path) == path
@@ -73,6 +76,19 @@ def test_what_is_no_id_has_no_path(id: object) -> None:
 def test_a_stranger_among_the_claims_is_named(key: str) -> None:
     with pytest.raises(InvalidCheckpointError, match="does not belong in a store"):
         Layout().parse_run(key)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "prunes/x",
+        "prunes/00000000-0000-4000-8000-000000000000-000000000001-000000000002",
+        "prunes/01a22d95-db19-729f-8100-1f6c93d403ce-1-2",
+    ],
+)
+def test_a_stranger_among_the_prunes_is_named(key: str) -> None:
+    with pytest.raises(InvalidCheckpointError, match="does not belong in a store"):
+        Layout().parse_prune(key)
 
 
 @given(st.text(max_size=80))

@@ -132,6 +132,9 @@ def test_no_plan_ever_takes_what_something_still_needs(
         for kept in plan.kept:
             assert not kept.sidecars & set(plan.sidecars)
         assert set(plan.sidecars) <= {s for f in plan.doomed for s in f.sidecars}
+        ranges = plan.doomed_ranges()
+        assert doomed == {f.id for f in facts if any(f.id in r for r in ranges)}
+        assert len(ranges) <= 1 + len(plan.kept)
         spared = plan.sparing(doomed)
         assert (spared.doomed, spared.sidecars) == ((), ())
 
