@@ -26,7 +26,7 @@ from beam_ckpt.errors import (
     NoValidCheckpointError,
 )
 from beam_ckpt.manifest import CheckpointManifest, OperatorSnapshotEntry
-from beam_ckpt.sidecar import decode_sidecar, merge_newest_first
+from beam_ckpt.sidecar import read_chain
 from beam_ckpt.store import CheckpointStore, open_store
 
 __all__ = [
@@ -211,12 +211,7 @@ def state_by_key_group(store: AnyStore, uid: str, *, at: At = "latest") -> Itera
             )
         entry = OperatorSnapshotEntry()
     for partition in entry.partitions:
-        tables = []
-        for sidecar in reversed(partition.sidecars):
-            where = sidecar.path or f"inline state of {uid!r}, key group {partition.partition_id}"
-            _, table = decode_sidecar(opened.read_sidecar(sidecar), where=where)
-            tables.append(table)
-        yield merge_newest_first(tables).drop_columns(["_deleted"])
+        yield read_chain(partition.sidecars, opened.read_sidecar).drop_columns(["_deleted"])
 
 
 def find_checkpoint(store: AnyStore, at: At = "latest") -> CheckpointManifest:

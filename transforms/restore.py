@@ -26,7 +26,7 @@ from beam_ckpt.errors import (
 )
 from beam_ckpt.manifest import CheckpointManifest, OperatorSpec
 from beam_ckpt.recovery import RecoveryReport
-from beam_ckpt.sidecar import decode_sidecar, merge_newest_first
+from beam_ckpt.sidecar import read_chain
 from beam_ckpt.store import CheckpointStore
 from beam_ckpt.transforms.columns import OperatorState
 from beam_ckpt.transforms.elements import Restored
@@ -266,11 +266,7 @@ class _ReadGroupFn(beam.DoFn):
         operator = self._operator
         saved = self._manifest.operators[operator.uid]
         (partition,) = (p for p in saved.partitions if p.partition_id == key_group)
-        tables = (
-            decode_sidecar(self._store.read_sidecar(entry), where=str(entry.path))[1]
-            for entry in reversed(partition.sidecars)
-        )
-        table = merge_newest_first(tables, keep_tombstones=False)
+        table = read_chain(partition.sidecars, self._store.read_sidecar)
         decode_key, decode_window = operator.key_coder.decode, operator.window_coder.decode
         windows = table.column("_window").to_pylist()
         for (key, record), window in zip(operator.to_encoded(table), windows, strict=True):

@@ -21,7 +21,7 @@ from apache_beam.utils.timestamp import Timestamp
 
 from beam_ckpt.lineage import NewSidecar
 from beam_ckpt.manifest import SidecarEntry
-from beam_ckpt.sidecar import decode_sidecar, encode_sidecar, merge_newest_first
+from beam_ckpt.sidecar import encode_sidecar, read_chain
 from beam_ckpt.store import CheckpointStore
 from beam_ckpt.transforms.clocked import ClockedDoFn
 from beam_ckpt.transforms.columns import OperatorState
@@ -161,11 +161,7 @@ class WriteSidecarsFn(ClockedDoFn):
         # What came late must not be mixed with newer state that is not published yet.
         compact = len(state.chain) >= self._max_files and boundary >= state.newest
         if compact:
-            older = (
-                decode_sidecar(self._store.read_sidecar(entry), where=str(entry.path))[1]
-                for entry in reversed(state.chain)
-            )
-            table = merge_newest_first([table, *older], keep_tombstones=False)
+            table = read_chain(state.chain, self._store.read_sidecar, newer=table)
         kind: Literal["full", "delta"] = "full" if compact or not state.chain else "delta"
         at = None if boundary >= DRAINED else boundary
         header = operator.header(key_group=key_group, boundary=at, kind=kind)

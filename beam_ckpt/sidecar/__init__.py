@@ -22,6 +22,7 @@ Example:
 
 from __future__ import annotations
 
+from beam_ckpt.sidecar._chain import read_chain
 from beam_ckpt.sidecar._file import decode_sidecar, encode_sidecar
 from beam_ckpt.sidecar._merge import merge_newest_first
 from beam_ckpt.sidecar._order import latest_in_order
@@ -44,5 +45,6 @@ __all__ = [
     "encode_sidecar",
     "latest_in_order",
     "merge_newest_first",
+    "read_chain",
     "sidecar_schema",
 ]

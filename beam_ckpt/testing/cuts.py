@@ -23,7 +23,7 @@ from apache_beam.transforms.window import BoundedWindow, GlobalWindows, Timestam
 from apache_beam.typehints.native_type_compatibility import convert_to_beam_type
 from apache_beam.utils.timestamp import Timestamp
 
-from beam_ckpt.sidecar import decode_sidecar, merge_newest_first
+from beam_ckpt.sidecar import read_chain
 from beam_ckpt.store import CheckpointStore
 from beam_ckpt.testing.event_loop import KeyedCells, Output
 from beam_ckpt.testing.streams import Element, StreamPlan
@@ -190,11 +190,8 @@ def saved_state(
     output_types[None] = output_type or hints.simple_output_type("main")
     state = {}
     for partition in manifest.operators[uid].partitions:
-        tables = (
-            decode_sidecar(store.read_sidecar(entry), where=str(entry.path))[1]
-            for entry in reversed(partition.sidecars)
-        )
-        for record in operator.to_records(merge_newest_first(tables, keep_tombstones=False)):
+        table = read_chain(partition.sidecars, store.read_sidecar)
+        for record in operator.to_records(table):
             key = operator.key_coder.decode(record.key)
             window = window_coder.decode(record.window)
             boundary = manifest.boundary

@@ -1,0 +1,37 @@
+"""A key group's chain: its newest full sidecar and the deltas after it, read as one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pyarrow as pa
+
+from beam_ckpt.manifest import SidecarEntry
+from beam_ckpt.sidecar._file import decode_sidecar
+from beam_ckpt.sidecar._merge import merge_newest_first
+
+__all__ = ["read_chain"]
+
+
+def read_chain(
+    sidecars: Sequence[SidecarEntry],
+    read: Callable[[SidecarEntry], bytes],
+    *,
+    newer: pa.Table | None = None,
+) -> pa.Table:
+    """Returns the live rows of a key group: the latest of each key and window, no tombstones.
+
+    Args:
+        sidecars: The key group's, oldest first, as a manifest lists them.
+        read: Gives a sidecar's verified bytes, such as `CheckpointStore.read_sidecar`.
+        newer: Rows that are newer than all of them and in no sidecar yet.
+
+    Raises:
+        InvalidCheckpointError: A sidecar is damaged, or does not belong with the others.
+        ValueError: There is nothing to read.
+    """
+    tables = [] if newer is None else [newer]
+    for entry in reversed(sidecars):
+        where = "inline state" if entry.path is None else entry.path
+        tables.append(decode_sidecar(read(entry), where=where)[1])
+    return merge_newest_first(tables, keep_tombstones=False)
