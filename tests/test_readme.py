@@ -39,6 +39,11 @@ def test_the_first_example_goes_on_where_its_first_run_ended(printed: str) -> No
     assert sorted(outputs[2:]) == ["('ada', 7)", "('eve', 1)"]
 
 
+def test_two_operators_go_on_where_the_checkpoint_that_was_asked_for_stands(printed: str) -> None:
+    lines = [line for line in printed.splitlines() if line.startswith(("from", "checkpoint "))]
+    assert lines == ["from None", "checkpoint 1", "from None", "checkpoint 2"]
+
+
 def test_duckdb_reads_the_sidecars_as_typed_columns(printed: str) -> None:
     """The glob shows the rows of both checkpoints, `inspect` those of the newest one."""
     glob, merged = printed.split("key", 2)[1:]

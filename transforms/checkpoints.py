@@ -41,8 +41,9 @@ from beam_ckpt.manifest import CheckpointManifest
 from beam_ckpt.retention import KeepLast, RetentionPolicy
 from beam_ckpt.store import CheckpointStore, open_store
 from beam_ckpt.transforms.columns import CellState, OperatorState
-from beam_ckpt.transforms.committer import START, CommitFn
+from beam_ckpt.transforms.committer import START, CheckpointResult, CommitFn
 from beam_ckpt.transforms.elements import LiveOrRestored
+from beam_ckpt.transforms.graph import check_neighbours, check_timestamps
 from beam_ckpt.transforms.keyed_state.clock import DRAINED, MS, Epochs
 from beam_ckpt.transforms.keyed_state.dofn import StatefulWrapper
 from beam_ckpt.transforms.keyed_state.operator import SNAPSHOTS, OperatorConfig
@@ -76,7 +77,7 @@ class Checkpoints:
         until: Cut of a bounded run: exactly the elements and timers below it are processed, and
             the rest of the future is saved. `None`: the run drains.
         restore: ``"latest"`` (the newest valid checkpoint; a fresh start only in an empty store),
-            ``"fresh"``, or the id of one.
+            ``"fresh"``, or the id or a tag of one.
         keep: How many checkpoints to keep, or a retention policy.
         key_groups: Into how many parts keyed state is divided, 1 to 65,535: the limit of parallel
             writes and restores.
@@ -118,7 +119,7 @@ class Checkpoints:
                 "is full) or more."
             )
         self._pipeline = pipeline
-        self._keep = KeepLast(keep) if isinstance(keep, int) else keep
+        self._keep = _retention(keep)
         self._key_groups, self._on_missing = key_groups, on_missing
         self._max_files = max_files_per_group
         self._epochs = Epochs(_micros("every", every), _micros("until", until))
@@ -135,6 +136,7 @@ class Checkpoints:
         self._run_id = uuid.uuid4().hex
         self._operators: list[OperatorState] = []
         self._snapshots: list[Any] = []
+        self._inputs: dict[str, Any] = {}
         self._results: Any = None
         self._claim_store()
 
@@ -207,6 +209,7 @@ class Checkpoints:
                 f"state of {_names(missing)} and the pipeline has no such operator. What to do: "
                 "give the operator its old uid, or give its state up by on_missing='drop'."
             )
+        check_neighbours(self._inputs, lambda part: isinstance(part, _Operator), self._epochs)
         _ = self.results
 
     def _check_plan(self) -> None:
@@ -289,7 +292,11 @@ class Checkpoints:
             | "Start" >> beam.Map(_start).with_output_types(_RECORD)
         )
         # The start is also what keeps the committer alone in its stage.
-        return (new, start) | "Entries" >> beam.Flatten() | "Commit" >> beam.ParDo(commit)
+        return (
+            (new, start)
+            | "Entries" >> beam.Flatten()
+            | "Commit" >> beam.ParDo(commit).with_output_types(CheckpointResult)
+        )
 
 
 class _Operator(beam.PTransform[Any, Any]):
@@ -311,6 +318,11 @@ class _Operator(beam.PTransform[Any, Any]):
         self._uid, self._time_sorted = uid, time_sorted
         self._tags: tuple[str, ...] | None = None
         self._main_tag: str | None = None
+
+    @property
+    def uid(self) -> str:
+        """The operator's identity."""
+        return self._uid
 
     def with_outputs(self, *tags: str, main: str | None = None) -> _Operator:
         """Gives access to tagged outputs, as `beam.ParDo.with_outputs`."""
@@ -334,6 +346,7 @@ class _Operator(beam.PTransform[Any, Any]):
         job, uid = self._job, self._uid
         key_coder, value_coder = _input_coders(pcoll, uid)
         _check_windowing(pcoll, uid)
+        check_timestamps(pcoll, uid, job._epochs)
         window_coder = pcoll.windowing.windowfn.get_window_coder()
         operator = OperatorState(
             uid,
@@ -377,6 +390,7 @@ class _Operator(beam.PTransform[Any, Any]):
             SNAPSHOTS, *(self._tags or ()), main=self._main_tag or "main"
         )
         job._operators.append(operator)
+        job._inputs[uid] = pcoll
         job._snapshots.append(
             outputs[SNAPSHOTS]
             | "Route"
@@ -539,6 +553,18 @@ def _check_choice(name: str, value: str, choices: Iterable[str]) -> None:
         raise PipelineRefusedError(
             f"{name}={value!r} is not known. What to do: give one of {_names(choices)}."
         )
+
+
+def _retention(keep: int | RetentionPolicy) -> RetentionPolicy:
+    if isinstance(keep, RetentionPolicy):
+        return keep
+    try:
+        return KeepLast(keep)
+    except ValueError as error:
+        raise PipelineRefusedError(
+            f"keep={keep!r} is no retention policy: {error}. What to do: give how many checkpoints "
+            "to keep, from 1, or a policy such as KeepLast(5) | KeepFor(days=7)."
+        ) from error
 
 
 def _check_pickles(wrapper: StatefulWrapper, fn: beam.DoFn) -> None:

@@ -72,7 +72,7 @@ def plan_restore(
     Args:
         store: Where the checkpoints are.
         restore: ``"latest"`` (the newest valid one), ``"fresh"`` (none, whatever there is), or the
-            id of one.
+            id or a tag of one.
         until: The run's last boundary, µs. A run with one was given its input for the newest
             boundary, so that it must not quietly start from an older one.
         on_fallback: What to do then: ``"refuse"`` or ``"accept"``.
@@ -80,19 +80,21 @@ def plan_restore(
     Raises:
         NoValidCheckpointError: There are checkpoints and none is valid.
         FallbackRefusedError: The newest is damaged, an older one is valid, and `until` is given.
-        CheckpointNotFoundError: No checkpoint of that id.
-        InvalidCheckpointError: The checkpoint of that id is not valid.
+        CheckpointNotFoundError: No checkpoint of that id or tag.
+        InvalidCheckpointError: The checkpoint of that id or tag is not valid.
         PipelineRefusedError: `restore` is none of these.
     """
     if restore == "fresh":
         return RestorePlan(None)
     if isinstance(restore, int) and not isinstance(restore, bool):
         return RestorePlan(_by_id(store, restore))
-    if restore != "latest":
+    if not isinstance(restore, str) or not restore:
         raise PipelineRefusedError(
-            f"restore={restore!r} is not known. What to do: give 'latest', 'fresh' or the id of a "
-            "checkpoint."
+            f"restore={restore!r} is not known. What to do: give 'latest', 'fresh', or the id or a "
+            "tag of a checkpoint."
         )
+    if restore != "latest":
+        return RestorePlan(_by_id(store, _tagged(store, restore)))
     report = store.recover_latest_validated()
     damaged = [skipped for skipped in report.skipped if skipped.phase == "invalid"]
     if report.chosen is None:
@@ -108,6 +110,17 @@ def plan_restore(
     if damaged:
         _fall_back(store, report, damaged, until, on_fallback)
     return RestorePlan(report.chosen, len(damaged))
+
+
+def _tagged(store: CheckpointStore, name: str) -> int:
+    tags = store.tags()
+    if name not in tags:
+        known = ", ".join(repr(tag) for tag in list(tags)[:20]) or "none"
+        raise CheckpointNotFoundError(
+            f"restore={name!r}: {store.url} has no such tag (its tags: {known}). What to do: give "
+            "'latest', 'fresh', the id of a checkpoint as a number, or one of its tags."
+        )
+    return tags[name]
 
 
 def _by_id(store: CheckpointStore, checkpoint_id: int) -> CheckpointManifest:
