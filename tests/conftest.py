@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 from hypothesis import HealthCheck, settings
+
+pytest_plugins = ["pytester"]
 
 # A pipeline takes a tenth of a second on a good day and a second on a bad one: no deadlines.
 settings.register_profile(
@@ -18,3 +24,18 @@ settings.load_profile("beam_ckpt")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest tests first, so that no process is left with one of them at the end."""
     items.sort(key=lambda item: "/runners/test_cut" not in str(item.path))
+
+
+@pytest.fixture(scope="session")
+def prism() -> Iterator[Path]:
+    """A Prism binary. Without one a test that asks for it is skipped, in CI it fails."""
+    from beam_ckpt.testing.prism import PrismNotFoundError, prism_binary, stop_prism
+
+    try:
+        binary = prism_binary()
+    except PrismNotFoundError as error:
+        if os.environ.get("BEAM_CKPT_PRISM_REQUIRED") == "1":
+            pytest.fail(f"BEAM_CKPT_PRISM_REQUIRED=1, and {error}", pytrace=False)
+        pytest.skip(str(error))
+    yield binary
+    stop_prism()

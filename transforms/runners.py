@@ -5,6 +5,9 @@ the stage's timers. Prism, Flink and Dataflow keep it. FnApiRunner keeps it betw
 stage with a clock has to be alone in its stage (`AloneInItsStage`); BundleBasedDirectRunner does
 not keep it ("add corresponding watermark holds", a TODO in its source), but it knows keyed holds,
 so it can be taught to (`prepare`).
+
+And on one more: a key is in one bundle at a time. Prism breaks it when it splits a bundle that is
+slow, unless it is told not to split (`prepare`).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import inspect
 from typing import Any
 
 import apache_beam as beam
+from apache_beam.options.pipeline_options import DebugOptions
 from apache_beam.transforms.timeutil import TimeDomain
 
 from beam_ckpt.errors import PipelineRefusedError
@@ -68,9 +72,24 @@ def prepare(pipeline: beam.Pipeline) -> None:
         BundleBasedDirectRunner,
         SwitchingDirectRunner,
     )
+    from apache_beam.runners.portability.portable_runner import PortableRunner
 
+    if isinstance(pipeline.runner, (PortableRunner, SwitchingDirectRunner)):
+        _keep_prism_from_splitting(pipeline)
     if isinstance(pipeline.runner, (BundleBasedDirectRunner, SwitchingDirectRunner)):
         _give_bundle_based_timer_holds()
+
+
+def _keep_prism_from_splitting(pipeline: beam.Pipeline) -> None:
+    """Sets the experiment by which Prism splits no bundles; other runners do not know it.
+
+    It splits a bundle of which nothing is heard for some 200 ms, wherever it stands, those of
+    stateful stages too. Then the rest of a key's elements run in a second bundle beside the first,
+    both from the same state, and the one that ends later overwrites what the other left; where
+    there are timers in the bundle, elements are processed twice as well
+    (https://github.com/apache/beam/issues/35771).
+    """
+    pipeline.options.view_as(DebugOptions).add_experiment("prism_disable_sdf_split")
 
 
 def _give_bundle_based_timer_holds() -> None:

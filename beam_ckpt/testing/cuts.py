@@ -6,7 +6,7 @@ when the outputs of its runs together are those of the loop, and the state of ea
 the loop's state at that cut.
 
 Outputs are collected in this process, so a runner has to run its workers in it: FnApiRunner,
-BundleBasedDirectRunner, and PrismRunner with ``environment_type=LOOPBACK``.
+BundleBasedDirectRunner, and PrismRunner, of which `beam_ckpt.testing.prism` finds the binary.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from apache_beam.utils.timestamp import Timestamp
 from beam_ckpt.sidecar import read_chain
 from beam_ckpt.store import CheckpointStore
 from beam_ckpt.testing.event_loop import KeyedCells, Output
+from beam_ckpt.testing.prism import prism_options
 from beam_ckpt.testing.streams import Element, StreamPlan
 from beam_ckpt.transforms import CheckpointedParDo
 from beam_ckpt.transforms.columns import CellState, OperatorState
@@ -122,6 +123,8 @@ def _run(
     collected = _COLLECTED[collection] = []
     streaming = isinstance(source, StreamPlan)
     arguments = [f"--runner={runner}", *options, *(["--streaming"] if streaming else [])]
+    if runner == "PrismRunner":
+        arguments += prism_options()
     try:
         pipeline = beam.Pipeline(options=PipelineOptions(arguments))
         if isinstance(source, StreamPlan):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import uuid
 
 import apache_beam as beam
-import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
 
 from beam_ckpt import open_store
 from beam_ckpt.testing import cuts
 from beam_ckpt.testing.event_loop import Output, canonical, run_event_loop
+from beam_ckpt.testing.prism import prism_options
 from beam_ckpt.testing.streams import Advance, Arrive, StreamPlan
 from beam_ckpt.testing.subjects import DelayChainFn, RemindersFn
 from beam_ckpt.transforms import Checkpoints
@@ -33,19 +33,21 @@ def plan() -> StreamPlan:
     return StreamPlan(tuple(steps))
 
 
-def run_chain(runner: str, store, until: float | None) -> list[Output]:
+def run_chain(engine, store, until: float | None) -> list[Output]:
     """Reminders, which dates outputs into the future, then a chain that depends on order."""
     name = uuid.uuid4().hex
     collected = cuts._COLLECTED[name] = []
-    streaming = runner == "BundleBasedDirectRunner"
-    options = PipelineOptions([f"--runner={runner}", *(["--streaming"] if streaming else [])])
+    arguments = [f"--runner={engine.runner}", *(["--streaming"] if engine.streaming else [])]
+    if engine.runner == "PrismRunner":
+        arguments += prism_options()
+    options = PipelineOptions(arguments)
     with (
         beam.Pipeline(options=options) as p,
         Checkpoints(p, store, until=until, key_groups=4) as ckpt,
     ):
         live = (
             p | plan().to_test_stream()
-            if streaming
+            if engine.streaming
             else p | beam.Create(DATA) | beam.Map(cuts._stamp)
         )
         first = (
@@ -65,8 +67,7 @@ def run_chain(runner: str, store, until: float | None) -> list[Output]:
     return collected
 
 
-@pytest.mark.parametrize("runner", ["FnApiRunner", "BundleBasedDirectRunner"])
-def test_two_operators_share_one_exact_checkpoint(runner):
+def test_two_operators_share_one_exact_checkpoint(engine):
     store = open_store(f"memory://{uuid.uuid4().hex}")
     middle = [
         (output.timestamp, *between(output.value))
@@ -76,7 +77,7 @@ def test_two_operators_share_one_exact_checkpoint(runner):
     whole = [o for o in run_event_loop(DelayChainFn(), middle).outputs if o.tag is None]
     parts: list[Output] = []
     for number, cut in enumerate(CUTS, start=1):
-        parts += run_chain(runner, store, None if cut is None else cut / 1_000_000)
+        parts += run_chain(engine, store, None if cut is None else cut / 1_000_000)
         manifest = store.load_latest()
         assert manifest.id == number
         assert manifest.boundary == cut

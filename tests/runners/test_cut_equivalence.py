@@ -29,9 +29,11 @@ from beam_ckpt.testing.streams import StreamPlan
 from beam_ckpt.testing.subjects import ORDER_FREE, ORDERED, TAGS, Subject
 
 SUBJECTS = (*ORDER_FREE, *ORDERED)
-RUNNERS = {"FnApiRunner": False, "BundleBasedDirectRunner": True}
 FEW = settings(max_examples=40, derandomize=True)
 MANY = settings(max_examples=200, derandomize=True)
+# A pipeline takes the better part of a second on Prism, so its examples are few and not the least.
+FEW_OF_PRISM = settings(max_examples=4, derandomize=True)
+MANY_OF_PRISM = settings(max_examples=40, derandomize=True)
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,11 @@ class History:
 
 
 @st.composite
-def histories(draw: st.DrawFn, streaming: bool, size: int = 15, many: int = 1) -> History:
+def histories(
+    draw: st.DrawFn, streaming: bool, size: int = 15, many: int = 1, least: int = 0
+) -> History:
     subject = draw(st.sampled_from(SUBJECTS))
-    data = draw(data_sets(max_size=size))
+    data = draw(data_sets(min_size=least, max_size=size))
     boundaries = draw(cuts(max_cuts=many, aligned_to=[timestamp for timestamp, _, _ in data]))
     groups = draw(st.tuples(*[key_group_counts()] * (len(boundaries) + 1)))
     source = draw(stream_plans(data)) if streaming else data
@@ -145,8 +149,8 @@ def check_epochs(history: History, runner: str, every: int, pick: int) -> None:
 
 
 @st.composite
-def epochs(draw: st.DrawFn, streaming: bool) -> tuple[History, int, int]:
-    history = draw(histories(streaming))
+def epochs(draw: st.DrawFn, streaming: bool, least: int = 0) -> tuple[History, int, int]:
+    history = draw(histories(streaming, least=least))
     every = draw(st.sampled_from([50_000_000, 100_000_000, 61_001_000]))
     return history, every, draw(st.integers(0, 20))
 
@@ -165,29 +169,33 @@ def _epochs(history: History, every: int, pick: int, *, runner: str) -> None:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_restarts_from_cut_to_cut_give_what_one_run_gives(runner):
-    property_of(check_restarts, FEW, runner, histories(RUNNERS[runner]))
+def test_restarts_from_cut_to_cut_give_what_one_run_gives(engine):
+    prism = engine.runner == "PrismRunner"
+    examples, least = (FEW_OF_PRISM, 4) if prism else (FEW, 0)
+    property_of(check_restarts, examples, engine.runner, histories(engine.streaming, least=least))
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_every_checkpoint_of_a_run_is_its_cut(runner):
-    property_of(_epochs, settings(FEW, max_examples=6), runner, epochs(RUNNERS[runner]))
+def test_every_checkpoint_of_a_run_is_its_cut(engine):
+    prism = engine.runner == "PrismRunner"
+    examples, least = (2, 4) if prism else (6, 0)
+    strategy = epochs(engine.streaming, least=least)
+    property_of(_epochs, settings(FEW, max_examples=examples), engine.runner, strategy)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_restarts_from_cut_to_cut_give_what_one_run_gives_at_length(runner):
-    property_of(check_restarts, MANY, runner, histories(RUNNERS[runner], size=25))
+def test_restarts_from_cut_to_cut_give_what_one_run_gives_at_length(engine):
+    examples = MANY_OF_PRISM if engine.runner == "PrismRunner" else MANY
+    property_of(check_restarts, examples, engine.runner, histories(engine.streaming, size=25))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_every_checkpoint_of_a_run_is_its_cut_at_length(runner):
-    property_of(_epochs, settings(MANY, max_examples=30), runner, epochs(RUNNERS[runner]))
+def test_every_checkpoint_of_a_run_is_its_cut_at_length(engine):
+    examples = 15 if engine.runner == "PrismRunner" else 30
+    strategy = epochs(engine.streaming)
+    property_of(_epochs, settings(MANY, max_examples=examples), engine.runner, strategy)
 
 
 def test_the_strategies_reach_what_they_are_for():

@@ -1,0 +1,147 @@
+"""Prism itself: the binary for tests, its processes, and what it must be kept from doing."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import apache_beam as beam
+import pytest
+from apache_beam.coders import VarIntCoder
+from apache_beam.options.pipeline_options import DebugOptions, PipelineOptions
+from apache_beam.transforms.userstate import ReadModifyWriteStateSpec
+from apache_beam.version import __version__ as beam_version
+
+from beam_ckpt import open_store
+from beam_ckpt.testing import prism as prism_module
+from beam_ckpt.testing.cuts import run_checkpointed, run_plain, saved_state
+from beam_ckpt.testing.prism import PrismNotFoundError, prism_binary, stop_prism
+from beam_ckpt.transforms import Checkpoints
+
+find = prism_binary.__wrapped__  # without its memory
+
+
+class SlowCountFn(beam.DoFn):
+    """Counts, slower than Prism has patience: it asks for a split after some 200 ms of nothing."""
+
+    COUNT = ReadModifyWriteStateSpec("count", VarIntCoder())
+
+    def process(self, element, count=beam.DoFn.StateParam(COUNT)):
+        time.sleep(0.3)
+        count.write((count.read() or 0) + 1)
+        yield element
+
+
+def test_a_slow_bundle_is_not_split_so_that_no_state_is_lost(prism):
+    data = [(second * 1_000_000, "a", second) for second in range(6)]
+    store = open_store(f"memory://{uuid.uuid4().hex}")
+    run = run_checkpointed(SlowCountFn(), data, runner="PrismRunner", store=store)
+    assert len(run.outputs) == 6
+    ((key, _), state), *more = saved_state(store, SlowCountFn()).items()
+    assert (key, state.cells, more) == ("a", {"count": 6}, [])
+
+
+@pytest.mark.parametrize(
+    ("runner", "split"),
+    [
+        ("PrismRunner", False),
+        ("PortableRunner", False),  # with the endpoint of a Prism that runs already
+        ("DirectRunner", False),  # which takes Prism where it can
+        ("FnApiRunner", True),
+    ],
+)
+def test_every_runner_that_may_be_prism_is_told_not_to_split(runner, split):
+    pipeline = beam.Pipeline(options=PipelineOptions([f"--runner={runner}", "--experiments=mine"]))
+    Checkpoints(pipeline, f"memory://{uuid.uuid4().hex}")
+    experiments = pipeline.options.view_as(DebugOptions).experiments
+    assert "mine" in experiments
+    assert ("prism_disable_sdf_split" in experiments) == (not split)
+
+
+def running(binary: Path) -> list[int]:
+    """The children of this process that run the binary."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes()
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+        except OSError:
+            continue  # it has ended meanwhile
+        if command.startswith(str(binary).encode() + b"\0") and int(parent) == os.getpid():
+            found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="/proc lists processes on Linux")
+def test_pipelines_share_one_process_and_stopping_it_leaves_none(prism):
+    for _ in range(2):
+        assert run_plain(beam.Map(str).dofn, [(0, "a", 1)], runner="PrismRunner").outputs
+        assert len(running(prism)) == 1
+    stop_prism()
+    assert running(prism) == []
+    assert run_plain(beam.Map(str).dofn, [(0, "a", 1)], runner="PrismRunner").outputs
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.delenv("BEAM_CKPT_PRISM", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def go(folder: Path, monkeypatch, script: str) -> None:
+    """Puts a program of the name `go` where it is looked for."""
+    program = folder / "go"
+    program.write_text(f"#!/bin/sh\necho \"$@\" >> '{folder}/calls'\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(prism_module, "_PLACES_OF_GO", (str(program),))
+
+
+def test_of_those_who_come_together_one_builds_the_binary(empty_cache, monkeypatch):
+    go(empty_cache, monkeypatch, 'sleep 0.3; echo binary > "$GOBIN/prism"')
+    with ThreadPoolExecutor() as threads:
+        found = {future.result() for future in [threads.submit(find) for _ in range(4)]}
+    (binary,) = found
+    assert binary.read_text() == "binary\n"
+    assert find() == binary
+    package = f"github.com/apache/beam/sdks/v2/go/cmd/prism@v{beam_version}"
+    assert (empty_cache / "calls").read_text() == f"install {package}\n"
+    assert sorted(p.name for p in binary.parent.iterdir()) == ["lock", "prism"]
+
+
+def test_a_build_that_fails_leaves_nothing_and_says_what_go_said(empty_cache, monkeypatch):
+    go(empty_cache, monkeypatch, 'echo half > "$GOBIN/prism"; echo no such host >&2; exit 1')
+    with pytest.raises(PrismNotFoundError, match=r"(?s)no such host.*What to do: .*GOPROXY"):
+        find()
+    assert list(empty_cache.rglob("prism")) == []
+
+
+def test_without_go_the_reason_is_told(empty_cache, monkeypatch):
+    monkeypatch.setattr(prism_module, "_PLACES_OF_GO", (str(empty_cache / "none"),))
+    with pytest.raises(PrismNotFoundError, match=r"no Go to build one.*What to do: install Go"):
+        find()
+
+
+def test_a_binary_that_is_named_is_taken_and_has_to_be_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("BEAM_CKPT_PRISM", str(tmp_path / "mine"))
+    with pytest.raises(PrismNotFoundError, match=r"mine is no file.*What to do"):
+        find()
+    (tmp_path / "mine").touch()
+    assert find() == tmp_path / "mine"
+
+
+def test_where_prism_is_required_its_tests_fail_instead_of_being_skipped(pytester, monkeypatch):
+    conftest = Path(__file__).resolve().parent.parent / "conftest.py"
+    pytester.makeconftest(conftest.read_text(encoding="utf-8"))
+    pytester.makepyfile("def test_it(prism): pass")
+    monkeypatch.setenv("BEAM_CKPT_PRISM", "/nowhere")
+    prism_binary.cache_clear()
+    try:
+        pytester.inline_run().assertoutcome(skipped=1)
+        monkeypatch.setenv("BEAM_CKPT_PRISM_REQUIRED", "1")
+        assert pytester.runpytest_inprocess().parseoutcomes() == {"errors": 1}
+    finally:
+        prism_binary.cache_clear()
