@@ -19,8 +19,9 @@ from apache_beam.transforms import userstate
 from apache_beam.transforms.window import TimestampedValue
 from apache_beam.utils.timestamp import Timestamp
 
+from beam_ckpt.errors import CheckpointNotFoundError
 from beam_ckpt.lineage import NewSidecar
-from beam_ckpt.manifest import SidecarEntry
+from beam_ckpt.manifest import CheckpointManifest, SidecarEntry
 from beam_ckpt.sidecar import encode_sidecar, read_chain
 from beam_ckpt.store import CheckpointStore
 from beam_ckpt.transforms.clocked import ClockedDoFn
@@ -91,13 +92,29 @@ class WriteSidecarsFn(ClockedDoFn):
         return WriteSidecarsFn, self._arguments
 
     def setup(self) -> None:
-        base = None if self._base_id is None else self._store.load_by_id(self._base_id)
+        base = None if self._base_id is None else self._load_base(self._base_id)
         if base is not None:
             self._base = {
                 (uid, partition.partition_id): partition.sidecars
                 for uid, operator in base.operators.items()
                 for partition in operator.partitions
             }
+
+    def _load_base(self, base_id: int) -> CheckpointManifest:
+        base = self._store.load_by_id(base_id)
+        if base is None:
+            # This run prunes it once it has published. A key group that it has not written to has
+            # in its newest checkpoint what it had there.
+            base = self._store.load_latest()
+        if base is None or (
+            base.id != base_id and (base.run is None or base.run.run_id != self._run_id)
+        ):
+            raise CheckpointNotFoundError(
+                f"checkpoint {base_id} of {self._store.url}, which this run stands on, is gone, "
+                "and the newest one is another run's. What to do: start again; do not prune a "
+                "store by hand while a run restores from it."
+            )
+        return base
 
     def start_bundle(self) -> None:
         self._due = {}
