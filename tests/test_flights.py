@@ -101,10 +101,10 @@ def test_runs_from_cut_to_cut_are_one_run_and_both_are_the_plain_loop(
 def test_a_run_that_died_between_checkpoint_and_publishing_is_run_again_from_where_it_began(
     data: Path, tmp_path: Path
 ) -> None:
-    job = job_over(data, tmp_path, "job", CUTS)
-    reference = job_over(data, tmp_path, "reference", (CUTS[0], CUTS[-1]))
+    job = job_over(data, tmp_path, "job", CUTS[:3])
+    reference = job_over(data, tmp_path, "reference", (CUTS[0], CUTS[2]))
     carry_out(reference)
-    for index in range(3):
+    for index in range(2):
         flights.run_once(job, index, open_store(job.store))
         name = job.published(CUTS[index + 1])
         first = name.read_bytes()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from beam_ckpt.cli import main
+
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
 
 
@@ -54,17 +56,23 @@ def test_duckdb_reads_the_sidecars_as_typed_columns(printed: str) -> None:
     assert row.findall(merged) == [("ada", "7"), ("bob", "5"), ("eve", "1")]
 
 
-def test_the_commands_shown_run_on_the_example(printed: str, folder: Path) -> None:
+def test_the_commands_shown_run_on_the_example(
+    printed: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """(That the installed program is this function is seen in test_cli.py.)"""
+    monkeypatch.chdir(folder)
     commands = [line for line in "".join(blocks("sh")).splitlines() if line.startswith("beam-ckpt")]
     assert len(commands) >= 3
     for command in commands:
-        name, *arguments = command.split()
-        program = Path(sys.executable).with_name(name)
-        done = subprocess.run(
-            [program, *arguments], cwd=folder, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, command + done.stderr
-        assert done.stdout != ""
+        _, *arguments = command.split()
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        out, err = capsys.readouterr()
+        assert ended.value.code == 0, command + err
+        assert out != ""
 
 
 def test_every_file_that_is_named_is_there() -> None:

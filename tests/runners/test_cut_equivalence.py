@@ -29,7 +29,7 @@ from beam_ckpt.testing.streams import StreamPlan
 from beam_ckpt.testing.subjects import ORDER_FREE, ORDERED, TAGS, Subject
 
 SUBJECTS = (*ORDER_FREE, *ORDERED)
-FEW = settings(max_examples=40, derandomize=True)
+FEW = settings(max_examples=20, derandomize=True)
 MANY = settings(max_examples=200, derandomize=True)
 # A pipeline takes the better part of a second on Prism, so its examples are few and not the least.
 FEW_OF_PRISM = settings(max_examples=4, derandomize=True)
@@ -178,7 +178,7 @@ def test_restarts_from_cut_to_cut_give_what_one_run_gives(engine):
 @pytest.mark.timeout(1200)
 def test_every_checkpoint_of_a_run_is_its_cut(engine):
     prism = engine.runner == "PrismRunner"
-    examples, least = (2, 4) if prism else (6, 0)
+    examples, least = (2, 4) if prism else (4, 0)
     strategy = epochs(engine.streaming, least=least)
     property_of(_epochs, settings(FEW, max_examples=examples), engine.runner, strategy)
 

@@ -102,7 +102,7 @@ def test_a_kill_at_each_kind_of_step_changes_nothing(points, tmp_path, step, whe
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_a_kill_at_each_step_of_a_whole_history_changes_nothing(points, tmp_path):
+def test_a_kill_at_each_step_of_a_whole_history_changes_nothing(points, tmp_path, record_property):
     for number, (point, _) in enumerate(points):
         kill_at(point, tmp_path / str(number))
-    print(f"{len(points)} moments, {len(points)} kills, 0 lost")
+    record_property("counts", {"moments": len(points), "kills": len(points), "lost": 0})

@@ -241,6 +241,9 @@ def interleave(seed: int, *, killed: bool = False) -> str:
     return f"{'published' if published else 'fenced'}, {kept}"
 
 
+Record = Callable[[str, object], None]
+
+
 def _is_id(found: object) -> bool:
     return isinstance(found, int)
 
@@ -252,22 +255,26 @@ def _listed(store: MemoryCheckpointStore, id: int) -> set[str]:
 
 
 @pytest.mark.parametrize("first", range(0, 400, 100))
-def test_100_interleavings_of_two_runs_two_prunes_and_a_tag(first: int) -> None:
+def test_100_interleavings_of_two_runs_two_prunes_and_a_tag(
+    first: int, record_property: Record
+) -> None:
     outcomes = Counter(interleave(seed) for seed in range(first, first + 100))
-    print(outcomes)
+    record_property("counts", dict(outcomes))
     assert len(outcomes) >= 3
 
 
 @pytest.mark.parametrize("first", range(0, 400, 100))
-def test_100_interleavings_in_which_two_of_them_are_killed(first: int) -> None:
+def test_100_interleavings_in_which_two_of_them_are_killed(
+    first: int, record_property: Record
+) -> None:
     outcomes = Counter(interleave(seed, killed=True) for seed in range(first, first + 100))
-    print(outcomes)
+    record_property("counts", dict(outcomes))
     assert len(outcomes) >= 3
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_3000_interleavings_of_two_runs_two_prunes_and_a_tag() -> None:
+def test_3000_interleavings_of_two_runs_two_prunes_and_a_tag(record_property: Record) -> None:
     outcomes = Counter(interleave(seed) for seed in range(1000, 4000))
-    print(outcomes)
+    record_property("counts", dict(outcomes))
     assert len(outcomes) == 4

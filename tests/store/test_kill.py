@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -119,16 +120,20 @@ def _kill_again_and_again(root: Path, kills: int) -> dict[str, int]:
     return counts
 
 
-def test_50_kills_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+def test_50_kills_lose_nothing_that_was_acknowledged(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     counts = _kill_again_and_again(tmp_path / "root", 50)
-    print(counts)
+    record_property("counts", counts)
     assert counts["kills"] == 50
     assert counts["acknowledged"] > 50
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_500_kills_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+def test_500_kills_lose_nothing_that_was_acknowledged(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     counts = _kill_again_and_again(tmp_path / "root", 500)
-    print(counts)
+    record_property("counts", counts)
     assert counts["kills"] == 500
