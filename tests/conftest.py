@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
 import os
-from collections.abc import Iterator
-from pathlib import Path
-=======
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
->>>>>>> 1122522 (Tests: signatures read once, 2,000 schedules in parts, what was counted is printed)
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -33,7 +29,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: "/runners/test_cut" not in str(item.path))
 
 
-<<<<<<< HEAD
 @pytest.fixture(scope="session")
 def prism() -> Iterator[Path]:
     """A Prism binary. Without one a test that asks for it is skipped, in CI it fails."""
@@ -47,7 +42,8 @@ def prism() -> Iterator[Path]:
         pytest.skip(str(error))
     yield binary
     stop_prism()
-=======
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Prints what tests of many random cases have counted (`record_property("counts", ...)`)."""
     for report in terminalreporter.getreports("passed"):
@@ -82,4 +78,3 @@ def signatures_read_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core, "get_function_args_defaults", read_once)
         yield
->>>>>>> 1122522 (Tests: signatures read once, 2,000 schedules in parts, what was counted is printed)
