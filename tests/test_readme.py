@@ -46,6 +46,11 @@ def test_two_operators_go_on_where_the_checkpoint_that_was_asked_for_stands(prin
     assert lines == ["from None", "checkpoint 1", "from None", "checkpoint 2"]
 
 
+def test_saved_state_is_a_pcollection(printed: str) -> None:
+    lines = [line for line in printed.splitlines() if line.startswith("rich:")]
+    assert sorted(lines) == ["rich: ada", "rich: bob"]
+
+
 def test_duckdb_reads_the_sidecars_as_typed_columns(printed: str) -> None:
     """The glob shows the rows of both checkpoints, `inspect` those of the newest one."""
     glob, merged = printed.split("key", 2)[1:]

@@ -2,5 +2,13 @@
 
 from beam_ckpt.transforms.checkpoints import CheckpointedParDo, Checkpoints
 from beam_ckpt.transforms.committer import CheckpointResult
+from beam_ckpt.transforms.state_io import PruneCheckpoints, ReadState, RestoreState
 
-__all__ = ["CheckpointResult", "CheckpointedParDo", "Checkpoints"]
+__all__ = [
+    "CheckpointResult",
+    "CheckpointedParDo",
+    "Checkpoints",
+    "PruneCheckpoints",
+    "ReadState",
+    "RestoreState",
+]

@@ -38,7 +38,7 @@ from apache_beam.utils.timestamp import Duration, Timestamp
 from beam_ckpt.errors import PipelineRefusedError
 from beam_ckpt.keygroups import check_key_group_count
 from beam_ckpt.manifest import CheckpointManifest
-from beam_ckpt.retention import KeepLast, RetentionPolicy
+from beam_ckpt.retention import RetentionPolicy
 from beam_ckpt.store import CheckpointStore, open_store
 from beam_ckpt.transforms.columns import CellState, OperatorState
 from beam_ckpt.transforms.committer import START, CheckpointResult, CommitFn
@@ -50,6 +50,7 @@ from beam_ckpt.transforms.keyed_state.operator import SNAPSHOTS, OperatorConfig
 from beam_ckpt.transforms.restore import ReadSaved, RestorePlan, check_compatible, plan_restore
 from beam_ckpt.transforms.runners import AloneInItsStage, prepare
 from beam_ckpt.transforms.signature import Signature, read_signature
+from beam_ckpt.transforms.state_io import retention
 from beam_ckpt.transforms.writer import WriteSidecarsFn
 
 __all__ = ["CheckpointedParDo", "Checkpoints", "Seconds"]
@@ -119,7 +120,7 @@ class Checkpoints:
                 "is full) or more."
             )
         self._pipeline = pipeline
-        self._keep = _retention(keep)
+        self._keep = retention(keep)
         self._key_groups, self._on_missing = key_groups, on_missing
         self._max_files = max_files_per_group
         self._epochs = Epochs(_micros("every", every), _micros("until", until))
@@ -553,18 +554,6 @@ def _check_choice(name: str, value: str, choices: Iterable[str]) -> None:
         raise PipelineRefusedError(
             f"{name}={value!r} is not known. What to do: give one of {_names(choices)}."
         )
-
-
-def _retention(keep: int | RetentionPolicy) -> RetentionPolicy:
-    if isinstance(keep, RetentionPolicy):
-        return keep
-    try:
-        return KeepLast(keep)
-    except ValueError as error:
-        raise PipelineRefusedError(
-            f"keep={keep!r} is no retention policy: {error}. What to do: give how many checkpoints "
-            "to keep, from 1, or a policy such as KeepLast(5) | KeepFor(days=7)."
-        ) from error
 
 
 def _check_pickles(wrapper: StatefulWrapper, fn: beam.DoFn) -> None:
