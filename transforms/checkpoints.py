@@ -48,7 +48,7 @@ from beam_ckpt.transforms.keyed_state.clock import DRAINED, MS, Epochs
 from beam_ckpt.transforms.keyed_state.dofn import StatefulWrapper
 from beam_ckpt.transforms.keyed_state.operator import SNAPSHOTS, OperatorConfig
 from beam_ckpt.transforms.restore import ReadSaved, RestorePlan, check_compatible, plan_restore
-from beam_ckpt.transforms.runners import AloneInItsStage, prepare
+from beam_ckpt.transforms.runners import AloneInItsStage, prepare, takes_over_a_running_job
 from beam_ckpt.transforms.signature import Signature, read_signature
 from beam_ckpt.transforms.state_io import retention
 from beam_ckpt.transforms.writer import WriteSidecarsFn
@@ -221,6 +221,12 @@ class Checkpoints:
                 f"{self.restored.id if self.restored else ''} of {self._store.url} stands. What "
                 "to do: give a later until, or restore an older checkpoint by its id."
             )
+        if self._rewrites and takes_over_a_running_job(self._pipeline):
+            raise PipelineRefusedError(
+                f"key_groups={self._key_groups}, and the job that is updated in place has "
+                f"{self.restored.key_group_count if self.restored else 0}. What to do: keep the "
+                "number, or stop the job and start another one, which restores its checkpoint."
+            )
         if self._rewrites and self._plan.resume_at is None and self._epochs.every is not None:
             raise PipelineRefusedError(
                 f"{self._store.url} holds the state of a drained input in "
@@ -360,6 +366,7 @@ class _Operator(beam.PTransform[Any, Any]):
         restoring = job.restored is not None and uid in job.restored.operators
         if restoring:
             self._check_saved(operator)
+        restoring = restoring and not takes_over_a_running_job(pcoll.pipeline)
         output_types = self._output_types(pcoll.element_type)
         # Beam warns of tags without a type as soon as there is one with a type: ours.
         output_types = {**dict.fromkeys(self._tags or (), typehints.Any), **output_types}
@@ -405,15 +412,15 @@ class _Operator(beam.PTransform[Any, Any]):
         return named
 
     def _input(self, pcoll: Any, operator: OperatorState, restoring: bool) -> Any:
-        if not restoring:
-            return pcoll | "Alone" >> AloneInItsStage()
+        # The same graph whether there is something to restore or not: a fresh run can be updated
+        # in place (Dataflow's --update) after its checkpoints are there. It keeps FnApiRunner from
+        # fusing the operator with what is before it as well (see `AloneInItsStage`).
         job = self._job
-        assert job.restored is not None
         key_type, value_type = pcoll.element_type.tuple_types
         union = typehints.Tuple[key_type, LiveOrRestored[value_type]]
         live = pcoll | "Live" >> beam.Map(_same).with_output_types(union)
         saved = pcoll.pipeline | "Restore" >> ReadSaved(
-            job._store, job.restored, operator, pcoll.windowing, union
+            job._store, job.restored if restoring else None, operator, pcoll.windowing, union
         )
         return (live, saved) | "WithRestored" >> beam.Flatten()
 

@@ -221,7 +221,7 @@ class ReadSaved(beam.PTransform[Any, Any]):
 
     Args:
         store: Where the checkpoint is.
-        manifest: The checkpoint.
+        manifest: The checkpoint, or `None` for an operator that has nothing to restore.
         operator: As it is now.
         windowing: Of the operator's live input.
         output_type: The type hint of the operator's input.
@@ -230,7 +230,7 @@ class ReadSaved(beam.PTransform[Any, Any]):
     def __init__(
         self,
         store: CheckpointStore,
-        manifest: CheckpointManifest,
+        manifest: CheckpointManifest | None,
         operator: OperatorState,
         windowing: Any,
         output_type: Any,
@@ -240,40 +240,42 @@ class ReadSaved(beam.PTransform[Any, Any]):
         self._windowing, self._output_type = windowing, output_type
 
     def expand(self, pbegin: Any) -> Any:
-        saved = self._manifest.operators[self._operator.uid]
-        groups = [partition.partition_id for partition in saved.partitions]
-        read = _ReadGroupFn(self._store, self._manifest.id, self._operator)
+        groups: list[tuple[int, int]] = []
+        if self._manifest is not None:
+            saved = self._manifest.operators[self._operator.uid]
+            groups = [(self._manifest.id, partition.partition_id) for partition in saved.partitions]
+        read = _ReadGroupFn(self._store, self._operator)
         return (
             pbegin
             | beam.Impulse()
-            | "KeyGroups" >> beam.ParDo(_GroupsFn(groups)).with_output_types(int)
+            | "KeyGroups" >> beam.ParDo(_GroupsFn(groups)).with_output_types(tuple[int, int])
             | beam.Reshuffle()
             | "Read" >> DeclareWindowing(read, self._windowing).with_output_types(self._output_type)
         )
 
 
 class _GroupsFn(beam.DoFn):
-    def __init__(self, groups: list[int]) -> None:
+    def __init__(self, groups: list[tuple[int, int]]) -> None:
         self._groups = groups
 
-    def process(self, element: Any) -> Iterator[int]:
+    def process(self, element: Any) -> Iterator[tuple[int, int]]:
         yield from self._groups
 
 
 class _ReadGroupFn(beam.DoFn):
-    """A key group to its live records, newest per key and window."""
+    """(checkpoint, key group) to the group's live records, newest per key and window."""
 
-    def __init__(self, store: CheckpointStore, checkpoint_id: int, operator: OperatorState) -> None:
-        self._store, self._id, self._operator = store, checkpoint_id, operator
+    def __init__(self, store: CheckpointStore, operator: OperatorState) -> None:
+        self._store, self._operator = store, operator
         self._manifest: CheckpointManifest | None = None
 
-    def setup(self) -> None:
-        self._manifest = self._store.load_by_id(self._id)
-
-    def process(self, key_group: int) -> Iterator[Any]:
+    def process(self, element: tuple[int, int]) -> Iterator[Any]:
+        checkpoint_id, key_group = element
+        if self._manifest is None or self._manifest.id != checkpoint_id:
+            self._manifest = self._store.load_by_id(checkpoint_id)
         if self._manifest is None:
             raise CheckpointNotFoundError(
-                f"checkpoint {self._id} of {self._store.url} is gone since this pipeline was "
+                f"checkpoint {checkpoint_id} of {self._store.url} is gone since this pipeline was "
                 "built. What to do: build it again, so that it takes the newest one."
             )
         operator = self._operator

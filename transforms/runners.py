@@ -16,12 +16,12 @@ import inspect
 from typing import Any
 
 import apache_beam as beam
-from apache_beam.options.pipeline_options import DebugOptions
+from apache_beam.options.pipeline_options import DebugOptions, GoogleCloudOptions
 from apache_beam.transforms.timeutil import TimeDomain
 
 from beam_ckpt.errors import PipelineRefusedError
 
-__all__ = ["AloneInItsStage", "DeclareWindowing", "prepare"]
+__all__ = ["AloneInItsStage", "DeclareWindowing", "prepare", "takes_over_a_running_job"]
 
 
 class DeclareWindowing(beam.ParDo):
@@ -59,6 +59,15 @@ class AloneInItsStage(beam.PTransform[Any, Any]):
             >> DeclareWindowing(_NothingFn(), pcoll.windowing).with_output_types(pcoll.element_type)
         )
         return (pcoll, nothing) | beam.Flatten()
+
+
+def takes_over_a_running_job(pipeline: beam.Pipeline) -> bool:
+    """Tells whether the runner gives the pipeline the state of a job that runs: ``--update``.
+
+    Dataflow carries over state, timers and what is on its way, by the names of transforms. Saved
+    records would meet keys that have gone on since.
+    """
+    return bool(pipeline.options.view_as(GoogleCloudOptions).update)
 
 
 def prepare(pipeline: beam.Pipeline) -> None:

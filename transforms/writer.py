@@ -101,18 +101,15 @@ class WriteSidecarsFn(ClockedDoFn):
             }
 
     def _load_base(self, base_id: int) -> CheckpointManifest:
-        base = self._store.load_by_id(base_id)
+        # It is kept until this run has published. Then a key group that this run has not written
+        # to has in the newest checkpoint what it had there. (If that is a younger run's, what is
+        # written here is never published.)
+        base = self._store.load_by_id(base_id) or self._store.load_latest()
         if base is None:
-            # This run prunes it once it has published. A key group that it has not written to has
-            # in its newest checkpoint what it had there.
-            base = self._store.load_latest()
-        if base is None or (
-            base.id != base_id and (base.run is None or base.run.run_id != self._run_id)
-        ):
             raise CheckpointNotFoundError(
-                f"checkpoint {base_id} of {self._store.url}, which this run stands on, is gone, "
-                "and the newest one is another run's. What to do: start again; do not prune a "
-                "store by hand while a run restores from it."
+                f"checkpoint {base_id}, which this run stands on, is gone from {self._store.url}, "
+                "and there is no younger one. What to do: bring the store back from a copy; do "
+                "not delete from a store by hand while a run writes to it."
             )
         return base
 
