@@ -10,6 +10,7 @@ import base64
 import bz2
 import json
 import os
+import re
 import subprocess
 import sys
 import zlib
@@ -33,7 +34,7 @@ from apache_beam.transforms.userstate import (
 )
 from apache_beam.transforms.window import TimestampedValue
 
-from beam_ckpt import CheckpointStore, open_store
+from beam_ckpt import CheckpointStore, inspect, open_store
 from beam_ckpt.errors import PipelineRefusedError
 from beam_ckpt.testing.gcs import GcsBucket, gcs_bucket, gcs_server
 from beam_ckpt.transforms import CheckpointedParDo, Checkpoints
@@ -41,6 +42,7 @@ from beam_ckpt.transforms import CheckpointedParDo, Checkpoints
 __all__ = ["gcs_bucket", "gcs_server"]
 
 SECRET = "ya29.a-secret-that-no-graph-may-hold"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "dataflow.md"
 RUNNING_JOB = "2026-01-01_00_00_00-1"
 FEW_GROUPS = {"key_groups": 4}
 PARDO = "beam:transform:pardo:v1"
@@ -425,3 +427,22 @@ def test_the_job_is_far_below_the_limit_of_a_request(saved) -> None:
     proto, job = translate(lambda p: chain(p, saved["chain"], until=200), "--streaming")
     assert len(proto.SerializeToString()) < 200_000
     assert len(str(type(job.proto).to_json(job.proto))) < 1_000_000
+
+
+class ReadPurchases(beam.PTransform):
+    def expand(self, pbegin):
+        return pbegin | beam.Create([("ada", 3), ("bob", 5)]) | beam.Map(stamp)
+
+
+def test_the_pipeline_of_the_docs_page_translates_and_runs(tmp_path: Path) -> None:
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE
+    )
+    page: dict[str, Any] = {}
+    exec(compile(code, PAGE.name, "exec"), page)
+    where = f"--checkpoints={tmp_path / 'ckpt'}"
+    proto, _ = translate(lambda p: page["build"](p, ReadPurchases()), "--streaming", where)
+    assert "Totals/Run" in Graph(proto).names
+    with beam.Pipeline(options=PipelineOptions(["--runner=FnApiRunner", where])) as pipeline:
+        page["build"](pipeline, ReadPurchases())
+    assert sorted(inspect.state(tmp_path / "ckpt", "totals")["key"].to_pylist()) == ["ada", "bob"]
