@@ -27,12 +27,15 @@ from beam_ckpt.sidecar import read_chain
 from beam_ckpt.store import CheckpointStore
 from beam_ckpt.testing.event_loop import KeyedCells, Output
 from beam_ckpt.testing.prism import prism_options
+from beam_ckpt.testing.replay import ReadReplay, ReplayLog
 from beam_ckpt.testing.streams import Element, StreamPlan
 from beam_ckpt.transforms import CheckpointedParDo
 from beam_ckpt.transforms.columns import CellState, OperatorState
 from beam_ckpt.transforms.signature import read_signature
 
 __all__ = ["Run", "run_checkpointed", "run_plain", "saved_state"]
+
+Source = Sequence[Element] | StreamPlan | ReplayLog
 
 _COLLECTED: dict[str, list[Any]] = {}
 
@@ -71,7 +74,7 @@ def _stamp(element: Element) -> TimestampedValue[Any]:
 
 def run_checkpointed(
     fn: beam.DoFn,
-    source: Sequence[Element] | StreamPlan,
+    source: Source,
     *,
     runner: str,
     store: CheckpointStore,
@@ -85,7 +88,8 @@ def run_checkpointed(
 
     Args:
         fn: The author's DoFn.
-        source: Elements in any order, for a batch; or a plan, for a stream.
+        source: Elements in any order, for a batch; a plan, for a `TestStream`; or a log of (key,
+            value), for an unbounded source that reads it from its beginning.
         runner: Name of the runner.
         store: Where checkpoints go to and come from.
         uid: Of the operator.
@@ -100,7 +104,7 @@ def run_checkpointed(
 
 def run_plain(
     fn: beam.DoFn,
-    source: Sequence[Element] | StreamPlan,
+    source: Source,
     *,
     runner: str,
     tags: Sequence[str] = (),
@@ -113,7 +117,7 @@ def run_plain(
 
 def _run(
     transform: Any,
-    source: Sequence[Element] | StreamPlan,
+    source: Source,
     runner: str,
     tags: Sequence[str],
     input_type: Any,
@@ -121,7 +125,7 @@ def _run(
 ) -> Run:
     collection = uuid.uuid4().hex
     collected = _COLLECTED[collection] = []
-    streaming = isinstance(source, StreamPlan)
+    streaming = isinstance(source, (StreamPlan, ReplayLog))
     arguments = [f"--runner={runner}", *options, *(["--streaming"] if streaming else [])]
     if runner == "PrismRunner":
         arguments += prism_options()
@@ -129,6 +133,8 @@ def _run(
         pipeline = beam.Pipeline(options=PipelineOptions(arguments))
         if isinstance(source, StreamPlan):
             elements = pipeline | source.to_test_stream()
+        elif isinstance(source, ReplayLog):
+            elements = pipeline | ReadReplay(source)
         else:
             elements = pipeline | beam.Create(list(source), reshuffle=False) | beam.Map(_stamp)
         typed = elements | "Typed" >> beam.Map(_same).with_output_types(input_type)

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A runner, and whether it is given a batch or a stream (`TestStream`)."""
+    """A runner, and what it is given: a batch, a `TestStream`, or a live unbounded source."""
 
     runner: str
-    streaming: bool
+    source: Literal["batch", "stream", "live"]
 
     def __str__(self) -> str:
-        return f"{self.runner}-{'stream' if self.streaming else 'batch'}"
+        return f"{self.runner}-{self.source}"
 
 
 ENGINES = (
-    Engine("FnApiRunner", False),
-    Engine("BundleBasedDirectRunner", True),
-    Engine("PrismRunner", False),
-    Engine("PrismRunner", True),
+    Engine("FnApiRunner", "batch"),
+    Engine("BundleBasedDirectRunner", "stream"),
+    Engine("PrismRunner", "batch"),
+    Engine("PrismRunner", "stream"),
+    Engine("PrismRunner", "live"),
 )
 
 

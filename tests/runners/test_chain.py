@@ -11,6 +11,7 @@ from beam_ckpt import open_store
 from beam_ckpt.testing import cuts
 from beam_ckpt.testing.event_loop import Output, canonical, run_event_loop
 from beam_ckpt.testing.prism import prism_options
+from beam_ckpt.testing.replay import ReadReplay, ReplayLog
 from beam_ckpt.testing.streams import Advance, Arrive, StreamPlan
 from beam_ckpt.testing.subjects import DelayChainFn, RemindersFn
 from beam_ckpt.transforms import Checkpoints
@@ -37,7 +38,10 @@ def run_chain(engine, store, until: float | None) -> list[Output]:
     """Reminders, which dates outputs into the future, then a chain that depends on order."""
     name = uuid.uuid4().hex
     collected = cuts._COLLECTED[name] = []
-    arguments = [f"--runner={engine.runner}", *(["--streaming"] if engine.streaming else [])]
+    arguments = [
+        f"--runner={engine.runner}",
+        *(["--streaming"] if engine.source != "batch" else []),
+    ]
     if engine.runner == "PrismRunner":
         arguments += prism_options()
     options = PipelineOptions(arguments)
@@ -45,11 +49,13 @@ def run_chain(engine, store, until: float | None) -> list[Output]:
         beam.Pipeline(options=options) as p,
         Checkpoints(p, store, until=until, key_groups=4) as ckpt,
     ):
-        live = (
-            p | plan().to_test_stream()
-            if engine.streaming
-            else p | beam.Create(DATA) | beam.Map(cuts._stamp)
-        )
+        if engine.source == "batch":
+            live = p | beam.Create(DATA) | beam.Map(cuts._stamp)
+        elif engine.source == "stream":
+            live = p | plan().to_test_stream()
+        else:
+            rows = [(at, (key, value)) for at, key, value in DATA]
+            live = p | ReadReplay(ReplayLog(rows, displacement=30))
         first = (
             live
             | beam.Map(lambda kv: kv).with_output_types(tuple[str, int])

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, note, settings
+from hypothesis import Phase, given, note, settings
 from hypothesis import strategies as st
 
 from beam_ckpt import open_store
 from beam_ckpt.testing.cuts import run_checkpointed, saved_state
 from beam_ckpt.testing.event_loop import KeyedCells, canonical, run_event_loop
+from beam_ckpt.testing.replay import ReplayLog
 from beam_ckpt.testing.strategies import (
     DataSet,
     cuts,
@@ -31,9 +32,37 @@ from beam_ckpt.testing.subjects import ORDER_FREE, ORDERED, TAGS, Subject
 SUBJECTS = (*ORDER_FREE, *ORDERED)
 FEW = settings(max_examples=20, derandomize=True)
 MANY = settings(max_examples=200, derandomize=True)
-# A pipeline takes the better part of a second on Prism, so its examples are few and not the least.
-FEW_OF_PRISM = settings(max_examples=4, derandomize=True)
-MANY_OF_PRISM = settings(max_examples=40, derandomize=True)
+# A pipeline takes the better part of a second on Prism, so its examples are few, not the least
+# ones, and not shrunk.
+_PHASES = (Phase.explicit, Phase.generate)
+FEW_OF_PRISM = settings(max_examples=2, derandomize=True, phases=_PHASES)
+MANY_OF_PRISM = settings(max_examples=25, derandomize=True, phases=_PHASES)
+
+
+def logs(data: DataSet) -> st.SearchStrategy[ReplayLog]:
+    """The data for an unbounded source."""
+    rows = [(at, (key, value)) for at, key, value in data]
+    displacement = st.sampled_from([0, 5, 60])
+    return st.builds(ReplayLog, st.just(rows), displacement, st.integers(0, 9))
+
+
+def apart(data: DataSet) -> DataSet:
+    """The same with no two elements of a key in one millisecond.
+
+    Prism says a watermark of T while elements of T are on their way, so that those of one
+    millisecond, coming in two bundles, come in no defined order.
+    """
+    taken: set[tuple[int, str]] = set()
+    moved = []
+    for at, key, value in data:
+        while (at // 1000, key) in taken:
+            at += 1000
+        taken.add((at // 1000, key))
+        moved.append((at, key, value))
+    return tuple(moved)
+
+
+SOURCES = {"batch": st.just, "stream": stream_plans, "live": logs}
 
 
 @dataclass(frozen=True)
@@ -42,7 +71,7 @@ class History:
 
     subject: Subject
     data: DataSet
-    source: StreamPlan | DataSet
+    source: StreamPlan | DataSet | ReplayLog
     cuts: tuple[int, ...]
     key_groups: tuple[int, ...]
     every: int | None
@@ -50,13 +79,20 @@ class History:
 
 @st.composite
 def histories(
-    draw: st.DrawFn, streaming: bool, size: int = 15, many: int = 1, least: int = 0
+    draw: st.DrawFn,
+    kind: str,
+    size: int = 15,
+    many: int = 1,
+    least: int = 0,
+    no_ties: bool = False,
 ) -> History:
     subject = draw(st.sampled_from(SUBJECTS))
     data = draw(data_sets(min_size=least, max_size=size))
+    if no_ties:
+        data = apart(data)
     boundaries = draw(cuts(max_cuts=many, aligned_to=[timestamp for timestamp, _, _ in data]))
     groups = draw(st.tuples(*[key_group_counts()] * (len(boundaries) + 1)))
-    source = draw(stream_plans(data)) if streaming else data
+    source = draw(SOURCES[kind](data))
     every = draw(st.one_of(st.none(), intervals()))
     if every is not None and every < 50_000_000:
         every = 50_000_000  # Shorter ones make many wake-ups and show nothing more.
@@ -149,8 +185,8 @@ def check_epochs(history: History, runner: str, every: int, pick: int) -> None:
 
 
 @st.composite
-def epochs(draw: st.DrawFn, streaming: bool, least: int = 0) -> tuple[History, int, int]:
-    history = draw(histories(streaming, least=least))
+def epochs(draw: st.DrawFn, kind: str, **settings) -> tuple[History, int, int]:
+    history = draw(histories(kind, **settings))
     every = draw(st.sampled_from([50_000_000, 100_000_000, 61_001_000]))
     return history, every, draw(st.integers(0, 20))
 
@@ -168,34 +204,45 @@ def _epochs(history: History, every: int, pick: int, *, runner: str) -> None:
     check_epochs(history, runner, every, pick)
 
 
+def of_prism(engine, least: int) -> dict[str, object]:
+    """How examples are drawn for an engine."""
+    if engine.runner != "PrismRunner":
+        return {}
+    return {"least": max(least, engine.source == "live"), "no_ties": engine.source != "batch"}
+
+
 @pytest.mark.timeout(1200)
 def test_restarts_from_cut_to_cut_give_what_one_run_gives(engine):
-    prism = engine.runner == "PrismRunner"
-    examples, least = (FEW_OF_PRISM, 4) if prism else (FEW, 0)
-    property_of(check_restarts, examples, engine.runner, histories(engine.streaming, least=least))
+    examples = FEW_OF_PRISM if engine.runner == "PrismRunner" else FEW
+    strategy = histories(engine.source, **of_prism(engine, least=4))
+    property_of(check_restarts, examples, engine.runner, strategy)
 
 
 @pytest.mark.timeout(1200)
 def test_every_checkpoint_of_a_run_is_its_cut(engine):
     prism = engine.runner == "PrismRunner"
-    examples, least = (2, 4) if prism else (4, 0)
-    strategy = epochs(engine.streaming, least=least)
-    property_of(_epochs, settings(FEW, max_examples=examples), engine.runner, strategy)
+    examples = settings(FEW_OF_PRISM, max_examples=1) if prism else settings(FEW, max_examples=4)
+    strategy = epochs(engine.source, **of_prism(engine, least=4))
+    property_of(_epochs, examples, engine.runner, strategy)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_restarts_from_cut_to_cut_give_what_one_run_gives_at_length(engine):
     examples = MANY_OF_PRISM if engine.runner == "PrismRunner" else MANY
-    property_of(check_restarts, examples, engine.runner, histories(engine.streaming, size=25))
+    strategy = histories(engine.source, size=25, **of_prism(engine, least=0))
+    property_of(check_restarts, examples, engine.runner, strategy)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_every_checkpoint_of_a_run_is_its_cut_at_length(engine):
-    examples = 15 if engine.runner == "PrismRunner" else 30
-    strategy = epochs(engine.streaming)
-    property_of(_epochs, settings(MANY, max_examples=examples), engine.runner, strategy)
+    prism = engine.runner == "PrismRunner"
+    examples = (
+        settings(MANY_OF_PRISM, max_examples=10) if prism else settings(MANY, max_examples=30)
+    )
+    strategy = epochs(engine.source, **of_prism(engine, least=0))
+    property_of(_epochs, examples, engine.runner, strategy)
 
 
 def test_the_strategies_reach_what_they_are_for():
@@ -203,7 +250,7 @@ def test_the_strategies_reach_what_they_are_for():
     seen: Sequence[str] = set()
 
     @settings(max_examples=200, derandomize=True, database=None)
-    @given(histories(True))
+    @given(histories("stream"))
     def look(history: History) -> None:
         times = [timestamp for timestamp, _, _ in history.data]
         if any(min(times, default=0) < cut <= max(times, default=0) for cut in history.cuts):
