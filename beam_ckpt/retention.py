@@ -32,7 +32,7 @@ class RetentionFacts:
         epoch: Its epoch.
         timestamp_ms: Wall clock of its commit.
         finalized: Whether it is a recovery point.
-        sidecars: Paths of the files that it lists.
+        sidecars: Paths of the files that it lists; `None` while its manifest has not been read.
         generation: Of the run that wrote it; 0 for none.
     """
 
@@ -40,8 +40,18 @@ class RetentionFacts:
     epoch: int
     timestamp_ms: int
     finalized: bool
-    sidecars: frozenset[str] = frozenset()
+    sidecars: frozenset[str] | None = frozenset()
     generation: int = 0
+
+    def files(self) -> frozenset[str]:
+        """Returns the sidecars, where they are known.
+
+        Raises:
+            ValueError: They are not: nothing may be deleted by these facts.
+        """
+        if self.sidecars is None:
+            raise ValueError(f"the manifest of checkpoint {self.id} has not been read")
+        return self.sidecars
 
 
 class RetentionPolicy(ABC):
@@ -167,12 +177,22 @@ class PrunePlan:
     Attributes:
         doomed: Checkpoints, oldest first.
         kept: Checkpoints, ascending.
-        sidecars: Files that a doomed checkpoint lists and no kept one.
     """
 
     doomed: tuple[RetentionFacts, ...]
     kept: tuple[RetentionFacts, ...]
-    sidecars: tuple[str, ...]
+
+    @property
+    def sidecars(self) -> tuple[str, ...]:
+        """Files that a doomed checkpoint lists and no kept one.
+
+        Raises:
+            ValueError: See `RetentionFacts.files`.
+        """
+        if not self.doomed:
+            return ()
+        held = frozenset[str]().union(*(f.files() for f in self.kept))
+        return tuple(sorted(frozenset[str]().union(*(f.files() for f in self.doomed)) - held))
 
     def sparing(self, ids: AbstractSet[int]) -> PrunePlan:
         """Returns the plan without some of its checkpoints."""
@@ -193,9 +213,7 @@ def plan(checkpoints: Iterable[RetentionFacts], doomed: AbstractSet[int]) -> Pru
     ordered = sorted(checkpoints, key=lambda f: f.id)
     going = tuple(f for f in ordered if f.id in doomed)
     kept = tuple(f for f in ordered if f.id not in doomed)
-    held = frozenset[str]().union(*(f.sidecars for f in kept))
-    listed = frozenset[str]().union(*(f.sidecars for f in going))
-    return PrunePlan(going, kept, tuple(sorted(listed - held)))
+    return PrunePlan(going, kept)
 
 
 def _untouchable(

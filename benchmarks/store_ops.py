@@ -3,9 +3,11 @@
 A real fake-gcs-server behind a proxy that counts; each number is a count of HTTP requests, so it
 is the same on every machine. A commit of g non-empty key groups must cost at most g + 4 writes
 and a number of reads that does not depend on g; loading the latest checkpoint at most 3 requests;
-listing ids a request per thousand objects; a prune, a request per hundred deleted objects and a
-constant, once its process has read each manifest (and its marker), which the first one does.
-Otherwise the exit status is 1.
+listing ids and epochs a request per thousand objects, and so does a prune that finds nothing to
+delete, beside a constant. The first prune of a process that deletes also reads each manifest
+once: a file goes with the last checkpoint that lists it, which only the manifests can tell.
+Every later one costs a request per hundred deleted objects and a constant. Otherwise the exit
+status is 1.
 
     python benchmarks/store_ops.py                          the default sizes
     python benchmarks/store_ops.py --groups 64 --checkpoints 20
@@ -123,10 +125,19 @@ def measure(counting: Counting, server: GcsServer, groups: int, checkpoints: int
     ids = counting.row(f"list_ids of {checkpoints}", lambda: fresh().list_ids())
     pages = -(-2 * checkpoints // 1000)
     counting.expect(ids["total"] <= pages, f"g={groups}: list_ids costs {ids['total']}")
-    counting.row(f"list of {checkpoints}", lambda: fresh().list())
+    listed = counting.row(f"list of {checkpoints}", lambda: fresh().list())
+    counting.expect(listed["total"] <= pages, f"g={groups}: list costs {listed['total']}")
     counting.row("recover, metadata", lambda: fresh().recover_latest_validated(deep=False))
     counting.row("recover, deep", lambda: fresh().recover_latest_validated())
-    counting.row("prune 1, the first of a process", lambda: store.prune(KeepLast(checkpoints - 1)))
+    idle = counting.row("prune 0", lambda: fresh().prune(KeepLast(checkpoints)))
+    counting.expect(idle["total"] <= pages + 4, f"g={groups}: a prune of 0 costs {idle['total']}")
+    first = counting.row(
+        "prune 1, the first of a process", lambda: store.prune(KeepLast(checkpoints - 1))
+    )
+    counting.expect(
+        first["total"] <= checkpoints + pages + 16,
+        f"g={groups}: the first prune costs {first['total']} requests",
+    )
     doomed = checkpoints - 2
     pruned = counting.row(f"prune {doomed}", lambda: store.prune(KeepLast(1)))
     batches = 2 * -(-doomed // 100) + -(-doomed * groups // 100) + 3

@@ -65,12 +65,14 @@ class BlobMeta:
         size: Bytes.
         version: Opaque; changes with every write of the object. Never `ABSENT`.
         crc32c: Of the whole object, where the backend keeps it; else `None`.
+        note: As given to `put_if_absent`, where the backend keeps notes; `get` returns none.
     """
 
     key: str
     size: int
     version: str
     crc32c: int | None = None
+    note: str = ""
 
 
 class BlobExists(Exception):
@@ -147,8 +149,14 @@ class Blobs(ABC):
         """Writes an object under a name that only this caller uses; safe to repeat."""
 
     @abstractmethod
-    def put_if_absent(self, key: str, data: bytes) -> BlobMeta:
+    def put_if_absent(self, key: str, data: bytes, note: str = "") -> BlobMeta:
         """Creates an object.
+
+        Args:
+            key: Its name.
+            data: Its content.
+            note: Some hundred bytes of ASCII that listings show. It is a hint that a backend
+                need not keep, and that is gone when the object is written anew.
 
         Raises:
             BlobExists: Somebody else's object is there.

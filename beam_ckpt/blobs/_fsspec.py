@@ -306,7 +306,7 @@ class FsspecBlobs(Blobs):
         )
         return BlobMeta(key, len(data), version)
 
-    def put_if_absent(self, key: str, data: bytes) -> BlobMeta:
+    def put_if_absent(self, key: str, data: bytes, note: str = "") -> BlobMeta:
         """Creates an object with one request. See `Blobs.put_if_absent`."""
         return self._write(key, bytes(data), ABSENT, BlobExists)
 

@@ -58,6 +58,7 @@ from beam_ckpt.errors import CheckpointStorageError, StoreUrlError
 
 __all__ = ["GcsBlobs"]
 
+_NOTE = "beam-ckpt-note"
 _FIELDS = "name,size,generation,crc32c,storageClass,metadata"
 _PAGE = 1000
 _BATCH = 100  # the most that Google takes in one batch request
@@ -574,12 +575,14 @@ class GcsBlobs(Blobs):
         )
 
     def _meta(self, found: Mapping[str, Any], where: str) -> BlobMeta:
+        marked = found.get("metadata")
         try:
             return BlobMeta(
                 key=self._key(found["name"]),
                 size=int(found.get("size", 0)),  # left out of an empty object by some servers
                 version=str(int(found["generation"])),
                 crc32c=_decode_crc(found.get("crc32c")),
+                note=str(marked.get(_NOTE, "")) if isinstance(marked, dict) else "",
             )
         except (KeyError, TypeError, ValueError):
             raise CheckpointStorageError(
@@ -590,10 +593,12 @@ class GcsBlobs(Blobs):
 
     # Writes
 
-    def _multipart(self, key: str, data: bytes, token: str, expected: str | None) -> _Request:
+    def _multipart(
+        self, key: str, data: bytes, token: str, expected: str | None, note: str = ""
+    ) -> _Request:
         # The boundary is drawn anew, so that no payload can hold it.
         boundary = f"beam-ckpt-{secrets.token_hex(16)}"
-        resource = self._resource(key, data, token, expected)
+        resource = self._resource(key, data, token, expected, note)
         head = (
             f"--{boundary}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n"
             f"{json.dumps(resource)}\r\n"
@@ -612,12 +617,12 @@ class GcsBlobs(Blobs):
         )
 
     def _resource(
-        self, key: str, data: bytes, token: str, expected: str | None
+        self, key: str, data: bytes, token: str, expected: str | None, note: str = ""
     ) -> dict[str, object]:
         return {
             "name": self._name(check_key(key)),
             "crc32c": _encode_crc(crc32c(data)),
-            "metadata": marks(token, expected),
+            "metadata": marks(token, expected) | ({_NOTE: note} if note else {}),
         }
 
     def _stored(self, reply: _Reply, key: str, data: bytes) -> BlobMeta:
@@ -686,14 +691,16 @@ class GcsBlobs(Blobs):
             raise BlobIndeterminate(key)
         return found[1] if found is not None and verdict == "ours" else None
 
-    def _write(self, key: str, data: bytes, expected: str, lost: type[Exception]) -> BlobMeta:
+    def _write(
+        self, key: str, data: bytes, expected: str, lost: type[Exception], note: str = ""
+    ) -> BlobMeta:
         """Writes on condition, until it is known who won or time is up."""
         client, where = self._client(), self._where(key)
         token = secrets.token_hex(16)
         budget = Budget(self._retry_seconds)
         in_doubt = False
         while True:
-            outcome = client.send(self._multipart(key, data, token, expected))
+            outcome = client.send(self._multipart(key, data, token, expected, note))
             if isinstance(outcome, _Reply):
                 if outcome.status in (200, 201):
                     return self._stored(outcome, key, data)
@@ -749,9 +756,9 @@ class GcsBlobs(Blobs):
             self._refuse(reply, self._where(key))
         return self._stored(reply, key, data)
 
-    def put_if_absent(self, key: str, data: bytes) -> BlobMeta:
+    def put_if_absent(self, key: str, data: bytes, note: str = "") -> BlobMeta:
         """Creates an object with one request. See `Blobs.put_if_absent`."""
-        return self._write(key, bytes(data), ABSENT, BlobExists)
+        return self._write(key, bytes(data), ABSENT, BlobExists, note)
 
     def replace(self, key: str, data: bytes, expected: str) -> BlobMeta:
         """Writes an object whose generation is `expected`. See `Blobs.replace`."""
@@ -966,7 +973,7 @@ class GcsBlobs(Blobs):
                         "startOffset": self._name(start_after) if start_after else None,
                         "maxResults": str(_PAGE),
                         "pageToken": page,
-                        "fields": "items(name,size,generation,crc32c),nextPageToken",
+                        "fields": "items(name,size,generation,crc32c,metadata),nextPageToken",
                     },
                 ),
                 where,

@@ -168,7 +168,7 @@ class LocalBlobs(Blobs):
         _sync_directory(os.path.dirname(path))
         return BlobMeta(key, found.st_size, _version(found))
 
-    def put_if_absent(self, key: str, data: bytes) -> BlobMeta:
+    def put_if_absent(self, key: str, data: bytes, note: str = "") -> BlobMeta:
         """See `Blobs.put_if_absent`."""
         path = self._path(key)
         with self._staged(path, data) as staged:

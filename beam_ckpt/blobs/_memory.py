@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from beam_ckpt.blobs._base import (
     ABSENT,
@@ -30,6 +30,10 @@ class _Object:
     data: bytes
     version: str
     crc32c: int
+    note: str
+
+    def meta(self, key: str) -> BlobMeta:
+        return BlobMeta(key, len(self.data), self.version, self.crc32c, self.note)
 
 
 _LOCK = threading.RLock()
@@ -49,11 +53,11 @@ class MemoryBlobs(Blobs):
         """`memory://name`."""
         return f"memory://{self._name}"
 
-    def _write(self, key: str, data: bytes) -> BlobMeta:
+    def _write(self, key: str, data: bytes, note: str = "") -> BlobMeta:
         held = bytes(data)
-        entry = _Object(held, str(next(_VERSIONS)), crc32c(held))
+        entry = _Object(held, str(next(_VERSIONS)), crc32c(held), note)
         _STORES.setdefault(self._name, {})[check_key(key)] = entry
-        return BlobMeta(key, len(held), entry.version, entry.crc32c)
+        return entry.meta(key)
 
     def _find(self, key: str) -> _Object | None:
         return _STORES.get(self._name, {}).get(check_key(key))
@@ -63,12 +67,12 @@ class MemoryBlobs(Blobs):
         with _LOCK:
             return self._write(key, data)
 
-    def put_if_absent(self, key: str, data: bytes) -> BlobMeta:
+    def put_if_absent(self, key: str, data: bytes, note: str = "") -> BlobMeta:
         """See `Blobs.put_if_absent`."""
         with _LOCK:
             if self._find(key) is not None:
                 raise BlobExists(key)
-            return self._write(key, data)
+            return self._write(key, data, note)
 
     def replace(self, key: str, data: bytes, expected: str) -> BlobMeta:
         """See `Blobs.replace`."""
@@ -86,7 +90,7 @@ class MemoryBlobs(Blobs):
             raise FileNotFoundError(f"{self.url}/{key}")
         if max_bytes is not None and len(entry.data) > max_bytes:
             raise BlobTooLarge(key, len(entry.data), max_bytes)
-        return entry.data, BlobMeta(key, len(entry.data), entry.version, entry.crc32c)
+        return entry.data, replace(entry.meta(key), note="")
 
     def get_range(self, key: str, start: int, end: int, version: str | None = None) -> bytes:
         """See `Blobs.get_range`."""
@@ -101,13 +105,13 @@ class MemoryBlobs(Blobs):
             entry = self._find(key)
         if entry is None:
             return None
-        return BlobMeta(key, len(entry.data), entry.version, entry.crc32c)
+        return entry.meta(key)
 
     def list(self, prefix: str, start_after: str = "") -> Sequence[BlobMeta]:
         """See `Blobs.list`."""
         with _LOCK:
             found = [
-                BlobMeta(key, len(entry.data), entry.version, entry.crc32c)
+                entry.meta(key)
                 for key, entry in _STORES.get(self._name, {}).items()
                 if key.startswith(prefix) and key > start_after
             ]

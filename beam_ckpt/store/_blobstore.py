@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NoReturn, Self, TypeVar
 
 from beam_ckpt.blobs import (
@@ -103,6 +103,13 @@ from beam_ckpt.store._base import (
     ensure_budget,
 )
 from beam_ckpt.store._layout import Layout
+from beam_ckpt.store._notes import (
+    ManifestNote,
+    manifest_note,
+    marker_note,
+    read_manifest_note,
+    read_marker_note,
+)
 
 __all__ = ["BlobCheckpointStore", "Stored"]
 
@@ -375,13 +382,24 @@ class BlobCheckpointStore(CheckpointStore):
         return max([*found.manifests, *found.finals, *found.used, named]) + 1
 
     def list(self) -> builtins.list[tuple[int, int]]:
-        """See `CheckpointStore.list`."""
-        found = []
-        for id in self.list_ids():
-            stored = self._read_manifest(id)
+        """See `CheckpointStore.list`. Where listings tell the epochs, nothing else is read."""
+        found = self._inventory()
+        epochs: dict[int, int] = {}
+        for id, meta in found.manifests.items():
+            note = self._manifest_note(id, meta)
+            if note is not None:
+                epochs[id] = note.epoch
+        unknown = [id for id in found.ids if id not in epochs]
+        for id, stored in zip(unknown, self._each(self._read_manifest, unknown), strict=True):
             if stored is not None:  # else pruned meanwhile
-                found.append((id, stored.manifest.epoch))
-        return found
+                epochs[id] = stored.manifest.epoch
+        return sorted(epochs.items())
+
+    def _manifest_note(self, id: int, meta: BlobMeta) -> ManifestNote | None:
+        note = read_manifest_note(meta, id)
+        if note is None or note.participant_id != self.participant_id:
+            return None
+        return note if self.key_group_count in (None, note.key_group_count) else None
 
     def _each(self, act: Callable[[_A], _B], items: Sequence[_A]) -> builtins.list[_B]:
         """Applies a read to each; side by side where each costs a round trip."""
@@ -494,18 +512,19 @@ class BlobCheckpointStore(CheckpointStore):
                     return stored.manifest.deployment_id
         return ""
 
-    def _create(self, key: str, data: bytes, *, again: bool = True) -> bytes | None:
+    def _create(self, key: str, data: bytes, *, again: bool = True, note: str = "") -> bytes | None:
         """Creates an immutable object; returns the other content that the name holds.
 
         Args:
             key: The object.
             data: Its content.
             again: Whether to create it again when it was there and then was deleted.
+            note: See `Blobs.put_if_absent`.
         """
         for _ in range(_CAS_ATTEMPTS):
             try:
                 with self._io("writing", key):
-                    self._blobs.put_if_absent(key, data)
+                    self._blobs.put_if_absent(key, data, note)
                 return None
             except BlobExists:
                 found = self._get(key, max(len(data), MAX_RECORD_BYTES))
@@ -526,9 +545,9 @@ class BlobCheckpointStore(CheckpointStore):
         self._ensure_namespace()
         if not manifest.deployment_id:
             manifest = manifest.model_copy(update={"deployment_id": self._deployment_id})
-        key = self._paths.manifest(manifest.id)
+        key, data = self._paths.manifest(manifest.id), manifest.to_json()
         try:
-            held = self._create(key, manifest.to_json(), again=False)
+            held = self._create(key, data, again=False, note=manifest_note(manifest, data))
         except InvalidCheckpointError:  # it is longer than ours, or no object
             held = b""
         if held is not None:
@@ -569,7 +588,7 @@ class BlobCheckpointStore(CheckpointStore):
         self._ensure_namespace()
         marker = FinalMarker.of(stored.manifest, stored.data)
         key = self._paths.final(id)
-        held = self._create(key, marker.to_json())
+        held = self._create(key, marker.to_json(), note=marker_note(marker, stored.data))
         if held is not None:
             self._lost_final(id, held)
         with self._io("reading", self._paths.manifest(id)):
@@ -603,7 +622,7 @@ class BlobCheckpointStore(CheckpointStore):
     def _abandon(self, id: int, by: str) -> bool:
         """Marks a prepared checkpoint as never to be finalized; False when it is finalized."""
         marker = AbandonedMarker(id=id, abandoned_by=by)
-        held = self._create(self._paths.final(id), marker.to_json())
+        held = self._create(self._paths.final(id), marker.to_json(), note=marker_note(marker))
         return held is None or b'"abandoned_by"' in held
 
     def _delete(self, keys: Sequence[str]) -> None:
@@ -925,7 +944,7 @@ class BlobCheckpointStore(CheckpointStore):
                 break
         self._give_up_older(mine, run_id)
         if restored_from is not None and self._is_going(restored_from):
-            facts = self._retention_facts(self._inventory())
+            facts = self._retention_facts(self._inventory(), files=False)
             if not any(f.finalized and f.generation == mine for f in facts):
                 raise CheckpointNotFoundError(
                     f"checkpoint {restored_from} of {self.url} was pruned while run {run_id} "
@@ -952,41 +971,73 @@ class BlobCheckpointStore(CheckpointStore):
 
     # -- retention -----------------------------------------------------------------------
 
-    def _retention_facts(self, found: _Inventory) -> builtins.list[RetentionFacts]:
-        """Reads what pruning decides by; manifests are immutable, so each is read once."""
-        facts = []
+    def _retention_facts(self, found: _Inventory, *, files: bool) -> builtins.list[RetentionFacts]:
+        """Gathers what pruning decides by; manifests are immutable, so each is read once.
+
+        Args:
+            found: The listing.
+            files: Whether to tell the sidecars: then every manifest is read, else only those of
+                which the listing does not tell enough.
+        """
+        noted = self._noted_facts(found)
 
         def versions_of(id: int) -> tuple[str, str]:
             final = found.finals.get(id)
             return found.manifests[id].version, final.version if final else ""
 
-        new = [i for i in found.ids if i not in self._seen or self._seen[i][0] != versions_of(i)]
-        read = dict(zip(new, self._each(self._load, new), strict=True))
+        known = {} if files else dict(noted)
         for id in found.ids:
-            final, versions = found.finals.get(id), versions_of(id)
             seen = self._seen.get(id)
-            if seen is None or seen[0] != versions:
-                loaded = read.get(id)
-                if loaded is None:
-                    continue  # pruned meanwhile
-                stored, marker = loaded
-                m = stored.manifest
-                seen = (
-                    versions,
-                    RetentionFacts(
-                        id=id,
-                        epoch=m.epoch,
-                        timestamp_ms=m.timestamp_ms,
-                        finalized=isinstance(marker, FinalMarker),
-                        sidecars=frozenset(m.sidecar_paths()),
-                        generation=m.run.generation if m.run else 0,
-                    ),
-                )
-                if (final is None) == (marker is None):
-                    self._seen[id] = seen
-            facts.append(seen[1])
+            if seen is not None and seen[0] == versions_of(id):
+                known[id] = seen[1]
+        new = [id for id in found.ids if id not in known]
+        read = self._each(lambda id: self._read_facts(id, noted.get(id)), new)
+        for id, facts in zip(new, read, strict=True):
+            if facts is None:
+                continue  # pruned meanwhile
+            known[id] = facts
+            # (A marker that came since the listing is looked at again.)
+            if facts.finalized <= (id in found.finals):
+                self._seen[id] = (versions_of(id), facts)
         for id in set(self._seen) - set(found.manifests):
             del self._seen[id]
+        return [known[id] for id in found.ids if id in known]
+
+    def _read_facts(self, id: int, noted: RetentionFacts | None) -> RetentionFacts | None:
+        """Reads the manifest, and the marker where no note tells it."""
+        if noted is not None:
+            found = self._read_manifest(id)
+            if found is None:
+                return None
+            return replace(noted, sidecars=frozenset(found.manifest.sidecar_paths()))
+        loaded = self._load(id)
+        if loaded is None:
+            return None
+        manifest, marker = loaded[0].manifest, loaded[1]
+        return RetentionFacts(
+            id=id,
+            epoch=manifest.epoch,
+            timestamp_ms=manifest.timestamp_ms,
+            finalized=isinstance(marker, FinalMarker),
+            sidecars=frozenset(manifest.sidecar_paths()),
+            generation=manifest.run.generation if manifest.run else 0,
+        )
+
+    def _noted_facts(self, found: _Inventory) -> Mapping[int, RetentionFacts]:
+        """What the listing itself tells, by id: all but the sidecars."""
+        facts = {}
+        for id, meta in found.manifests.items():
+            note, final = self._manifest_note(id, meta), found.finals.get(id)
+            phase = "prepared" if final is None else read_marker_note(final, id, meta)
+            if note is not None and phase is not None:
+                facts[id] = RetentionFacts(
+                    id=id,
+                    epoch=note.epoch,
+                    timestamp_ms=note.timestamp_ms,
+                    finalized=phase == "final",
+                    sidecars=None,
+                    generation=note.generation,
+                )
         return facts
 
     def _protected(self, facts: Iterable[RetentionFacts]) -> AbstractSet[int]:
@@ -1003,29 +1054,40 @@ class BlobCheckpointStore(CheckpointStore):
 
     def prune(self, policy: RetentionPolicy, *, dry_run: bool = False) -> PruneReport:
         """See `CheckpointStore.prune`."""
-        facts, found, protected = self._classify()
-        plan = plan_policy(facts, policy, protected=protected, now_ms=_now_ms())
+        now_ms = _now_ms()
+        plan, found = self._plan(
+            lambda facts, keep: plan_policy(facts, policy, protected=keep, now_ms=now_ms)
+        )
         if not dry_run:
             plan = self._carry_out(plan, found)
         return _report(plan, dry_run=dry_run)
 
     def prune_before(self, before_epoch: int) -> int:
         """See `CheckpointStore.prune_before`."""
-        facts, found, protected = self._classify()
-        plan = plan_before(facts, before_epoch, protected=protected)
+        plan, found = self._plan(
+            lambda facts, keep: plan_before(facts, before_epoch, protected=keep)
+        )
         plan = self._carry_out(plan, found)
         return len(plan.doomed)
 
-    def _classify(self) -> tuple[builtins.list[RetentionFacts], _Inventory, AbstractSet[int]]:
+    def _plan(
+        self, decide: Callable[[Sequence[RetentionFacts], AbstractSet[int]], PrunePlan]
+    ) -> tuple[PrunePlan, _Inventory]:
+        """Decides on all checkpoints, before anything is deleted."""
         found = self._inventory()
-        facts = self._retention_facts(found)
+        facts = self._retention_facts(found, files=False)
         pointer, _ = self._read_pointer()
         if pointer is not None and not any(f.id == pointer.id and f.finalized for f in facts):
             self._follow_moving(pointer)  # published since the listing, or it raises
         protected = set(self._protected(facts))
         if pointer is not None:
             protected.add(pointer.id)
-        return facts, found, protected
+        plan = decide(facts, protected)
+        if plan.doomed:
+            # A file goes with the last checkpoint that lists it, and any retained one may: who
+            # lists what only its manifest can say. Each is read once, side by side.
+            plan = decide(self._retention_facts(found, files=True), protected)
+        return plan, found
 
     def _carry_out(self, plan: PrunePlan, found: _Inventory) -> PrunePlan:
         newest = max((f.id for f in plan.kept if f.finalized), default=0)
@@ -1138,7 +1200,7 @@ class BlobCheckpointStore(CheckpointStore):
             files = self._blobs.list(prefix)
             temporaries = self._blobs.temporaries(grace_s)
         found = self._inventory()
-        facts = self._retention_facts(found)
+        facts = self._retention_facts(found, files=True)
         finalized = [f for f in facts if f.finalized]
         latest = None if not finalized else self.load_by_id(max(f.id for f in finalized))
         claims = self._each(self._read_claim, self._claims())
@@ -1151,7 +1213,7 @@ class BlobCheckpointStore(CheckpointStore):
             now_ms=_now_ms(),
             grace_ms=int(grace_s * 1000),
         )
-        listed = {self._paths.object(p) for f in facts for p in f.sidecars}
+        listed = {self._paths.object(p) for f in facts for p in f.files()}
         deleted: builtins.list[Garbage] = []
         kept: builtins.list[Garbage] = []
         for meta in files:

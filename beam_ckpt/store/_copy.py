@@ -15,6 +15,7 @@ from beam_ckpt.errors import (
 from beam_ckpt.manifest import MAX_RECORD_BYTES, FinalMarker, Pointer, SidecarEntry
 from beam_ckpt.store._base import CheckpointStore
 from beam_ckpt.store._blobstore import BlobCheckpointStore, Stored
+from beam_ckpt.store._notes import manifest_note, marker_note
 
 __all__ = ["CopyReport", "copy"]
 
@@ -83,8 +84,10 @@ def copy(
             done += entry.size_bytes
             if progress is not None:
                 progress(done, total)
-        new = _create(target, target._paths.manifest(id), stored.data)
-        new |= _create(target, target._paths.final(id), marker.to_json())
+        note = manifest_note(stored.manifest, stored.data)
+        new = _create(target, target._paths.manifest(id), stored.data, note)
+        note = marker_note(marker, stored.data)
+        new |= _create(target, target._paths.final(id), marker.to_json(), note)
         (copied if new else present).append(id)
     for name, id in source.tags().items():
         if any(id == c[0] for c in chosen):
@@ -160,10 +163,10 @@ def _copy_sidecar(
     return _create(target, target._paths.object(entry.path or ""), data)
 
 
-def _create(target: BlobCheckpointStore, key: str, data: bytes) -> bool:
+def _create(target: BlobCheckpointStore, key: str, data: bytes, note: str = "") -> bool:
     with target._io("writing", key):
         try:
-            target.blobs.put_if_absent(key, data)
+            target.blobs.put_if_absent(key, data, note)
         except BlobExists:
             held = target.blobs.get(key)[0]
             if held != data:

@@ -244,9 +244,9 @@ class FaultyBlobs(Blobs):
         """See `Blobs.put`."""
         return self._run("put", key, lambda: self._inner.put(key, data))
 
-    def put_if_absent(self, key: str, data: bytes) -> BlobMeta:
+    def put_if_absent(self, key: str, data: bytes, note: str = "") -> BlobMeta:
         """See `Blobs.put_if_absent`."""
-        return self._run("put_if_absent", key, lambda: self._inner.put_if_absent(key, data))
+        return self._run("put_if_absent", key, lambda: self._inner.put_if_absent(key, data, note))
 
     def replace(self, key: str, data: bytes, expected: str) -> BlobMeta:
         """See `Blobs.replace`."""

@@ -285,3 +285,16 @@ def test_a_backend_that_enforces_conditions_is_accepted_and_left_clean(blobs: Bl
     blobs.require_writable()
     blobs.require_writable()
     assert list(blobs.list("")) == []
+
+
+def test_a_note_is_shown_by_listings_or_by_nothing(blobs: Blobs) -> None:
+    blobs.put_if_absent("a/noted", b"x", "manifest 2 1 0")
+    blobs.put("a/plain", b"x")
+    keeps = blobs.url.startswith(("gs://", "memory://"))
+    expected = "manifest 2 1 0" if keeps else ""
+    assert [m.note for m in blobs.list("a/")] == [expected, ""]
+    with pytest.raises(BlobExists):
+        blobs.put_if_absent("a/noted", b"x", "another")
+    assert blobs.list("a/")[0].note == expected
+    blobs.put("a/noted", b"y")
+    assert [m.note for m in blobs.list("a/")] == ["", ""]
