@@ -32,7 +32,6 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated
@@ -52,15 +51,14 @@ from beam_ckpt._terminal import (
     size,
 )
 from beam_ckpt.errors import CheckpointNotFoundError, InvalidCheckpointError
-from beam_ckpt.retention import KeepFor, KeepLast, RetentionFacts, RetentionPolicy
+from beam_ckpt.retention import KeepFor, KeepLast, RetentionPolicy
 from beam_ckpt.store import copy as copy_checkpoints
 from beam_ckpt.store import open_store
 
 if TYPE_CHECKING:
     from beam_ckpt.manifest import CheckpointManifest
     from beam_ckpt.recovery import SkippedCheckpoint
-    from beam_ckpt.retention import Garbage, GcReport, PruneReport
-    from beam_ckpt.store import CheckpointStore
+    from beam_ckpt.retention import Garbage, PruneReport
 
 __all__ = ["register"]
 
@@ -217,17 +215,23 @@ def prune(
     for manifest in read:
         _say(f"{_describe(manifest)}: {_goes(dry_run)}", to_stderr=as_json)
     sizes = {e.path: e.size_bytes for m in read for _, _, e in m.sidecars()}
+    for key in plan.markers:
+        _say(f"{key}, of a checkpoint that is gone: {_goes(dry_run)}", to_stderr=as_json)
     what = f"{_count(len(plan.deleted), 'checkpoint')} and {_count(len(plan.sidecars), 'file')}"
     what += f" ({size(_total(plan, sizes))})"
+    if plan.markers:
+        what += f", {_count(len(plan.markers), 'marker')}"
     done = plan
-    if not plan.deleted:
+    if not plan.deleted and not plan.markers:
         _say("nothing to delete", to_stderr=as_json)
     elif dry_run:
         _say(f"would delete {what}; {_count(len(plan.kept), 'checkpoint')} stay", to_stderr=as_json)
     else:
         _confirm(f"Delete {what}?", yes=yes)
-        done = opened.prune(_AllBut(opened, frozenset(plan.deleted)))
-        _say(f"deleted {_count(len(done.deleted), 'checkpoint')}", to_stderr=as_json)
+        done = opened.prune(policy, only=plan)
+        went = f"deleted {_count(len(done.deleted), 'checkpoint')}"
+        went += f", {_count(len(done.markers), 'marker')}" if done.markers else ""
+        _say(went, to_stderr=as_json)
         for id in sorted(set(plan.deleted) - set(done.deleted)):
             _say(f"checkpoint {id} was left: others use it", style="yellow", to_stderr=as_json)
     if as_json:
@@ -238,6 +242,7 @@ def prune(
             deleted=[_facts(m) for m in read if m.id in done.deleted],
             kept=list(done.kept),
             sidecars=list(done.sidecars),
+            markers=list(done.markers),
             bytes=_total(done, sizes),
         )
 
@@ -258,7 +263,6 @@ def gc(
     grace_s = _seconds(grace, "--grace")
     _ensure_can_ask(yes=yes or dry_run)
     opened = open_store(store, create=False)
-    began = time.time()
     plan = opened.gc(grace_s=grace_s, dry_run=True)
     for item in plan.deleted:
         _say(f"{_garbage(item)}: {_goes(dry_run)}", to_stderr=as_json)
@@ -271,10 +275,8 @@ def gc(
         _say(f"would delete {what}", to_stderr=as_json)
     else:
         _confirm(f"Delete {what}?", yes=yes)
-        # What has come of age since the list was made is not on it.
-        done = opened.gc(grace_s=grace_s + max(0.0, time.time() - began))
+        done = opened.gc(grace_s=grace_s, only=plan)
         _say(f"deleted {_count(len(done.deleted), 'file')}", to_stderr=as_json)
-        _say_unlisted(plan, done, to_stderr=as_json)
     if as_json:
         _print_object(
             store=opened.url,
@@ -334,17 +336,6 @@ def copy(
 
 
 # -- retention -------------------------------------------------------------------------------
-
-
-class _AllBut(RetentionPolicy):
-    """Keeps everything but what was announced, attempts included."""
-
-    def __init__(self, store: CheckpointStore, announced: frozenset[int]) -> None:
-        self._store = store
-        self._announced = announced
-
-    def keep(self, checkpoints: Sequence[RetentionFacts], now_ms: int) -> frozenset[int]:
-        return frozenset(self._store.list_ids()) - self._announced
 
 
 def _policy(keep_last: int | None, keep_for: str | None) -> RetentionPolicy:
@@ -422,13 +413,6 @@ def _say_kept(kept: Sequence[Garbage], *, to_stderr: bool) -> None:
         named = ", ".join(keys[:_NAMED]) + (", ..." if len(keys) > _NAMED else "")
         files = _count(len(keys), "unlisted file")
         _say(f"{files} kept: {reason} ({named})", style="dim", to_stderr=to_stderr)
-
-
-def _say_unlisted(plan: GcReport, done: GcReport, *, to_stderr: bool) -> None:
-    listed = {item.key for item in plan.deleted}
-    for item in done.deleted:
-        if item.key not in listed:  # a run was superseded in this moment
-            _say(f"{_garbage(item)}: went too", style="yellow", to_stderr=to_stderr)
 
 
 def _print_object(**fields: object) -> None:

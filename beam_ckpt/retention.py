@@ -162,12 +162,14 @@ class PruneReport:
         kept: Ids, ascending.
         sidecars: Paths of the files that went with them.
         dry_run: Whether nothing was deleted.
+        markers: Keys of markers of checkpoints that are gone, and that say nothing any more.
     """
 
     deleted: tuple[int, ...]
     kept: tuple[int, ...]
     sidecars: tuple[str, ...]
     dry_run: bool = False
+    markers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

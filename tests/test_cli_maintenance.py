@@ -459,7 +459,7 @@ def test_a_checkpoint_that_is_tagged_while_the_question_stands_is_left(root: Pat
     assert open_store(root).list_ids() == [2, 4, 5]
 
 
-def test_gc_names_what_became_garbage_while_the_question_stood(
+def test_gc_leaves_what_became_garbage_while_the_question_stood(
     root: Path, orphans: tuple[str, ...]
 ) -> None:
     store = open_store(root)
@@ -470,9 +470,28 @@ def test_gc_names_what_became_garbage_while_the_question_stood(
     )
     assert status == 0
     assert "Delete 2 files (12 B)?" in said
-    assert "deleted 3 files" in out
-    (unlisted,) = before - tree(root) - set(orphans)
-    assert f"{unlisted}, 10 B, run alive was superseded by generation 2: went too" in out
+    assert "deleted 2 files" in out
+    assert before - tree(root) == set(orphans)
+
+
+def test_prune_shows_markers_of_checkpoints_that_are_gone(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    used = root / "manifests" / "000000000001.used"
+    assert beam_ckpt("prune", root, "--keep-last", 1, "--yes") == 0
+    used.write_bytes(b"{}")
+    capsys.readouterr()
+    assert beam_ckpt("prune", root, "--keep-last", 1, "--dry-run", "--json") == 0
+    captured = capsys.readouterr()
+    shown = "manifests/000000000001.used, of a checkpoint that is gone: would go"
+    assert shown in captured.err
+    assert one_object(captured.out)["markers"] == ["manifests/000000000001.used"]
+    assert used.exists()
+    assert beam_ckpt("prune", root, "--keep-last", 1, "--yes") == 0
+    assert "deleted 0 checkpoints, 1 marker" in capsys.readouterr().out
+    assert not used.exists()
+    assert beam_ckpt("prune", root, "--keep-last", 1, "--yes") == 0
+    assert "nothing to delete" in capsys.readouterr().out
 
 
 # -- copy ------------------------------------------------------------------------------------

@@ -519,12 +519,19 @@ class CheckpointStore(ABC):
         """Returns the `.final` marker, which outlives a damaged manifest; `None` without one."""
 
     @abstractmethod
-    def prune(self, policy: RetentionPolicy, *, dry_run: bool = False) -> PruneReport:
+    def prune(
+        self, policy: RetentionPolicy, *, dry_run: bool = False, only: PruneReport | None = None
+    ) -> PruneReport:
         """Deletes what a policy does not keep, then the sidecars that nothing else lists.
 
         The pointer's target, the newest finalized checkpoint, every tagged one and what a
         running job restored from stay, whatever the policy says. Safe to kill at any point and
         to run again; anything malformed raises and nothing is deleted.
+
+        Args:
+            policy: What to keep.
+            dry_run: Only report what would be deleted now.
+            only: The report of a dry run: no checkpoint goes that it does not list.
         """
 
     @abstractmethod
@@ -549,12 +556,16 @@ class CheckpointStore(ABC):
         """Returns the id by tag name, sorted by name."""
 
     @abstractmethod
-    def gc(self, *, grace_s: float = 86400.0, dry_run: bool = False) -> GcReport:
+    def gc(
+        self, *, grace_s: float = 86400.0, dry_run: bool = False, only: GcReport | None = None
+    ) -> GcReport:
         """Deletes files that no checkpoint lists and that nobody can publish any more.
 
         Args:
             grace_s: Seconds; what is younger stays whatever its run.
             dry_run: Only report; lists exactly what the real one would delete now.
+            only: The report of a dry run: nothing goes that it does not list, whatever has
+                become garbage since.
         """
 
     @abstractmethod

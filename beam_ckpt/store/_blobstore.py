@@ -1052,22 +1052,34 @@ class BlobCheckpointStore(CheckpointStore):
                 keep.add(claim.restored_from)
         return keep
 
-    def prune(self, policy: RetentionPolicy, *, dry_run: bool = False) -> PruneReport:
+    def prune(
+        self, policy: RetentionPolicy, *, dry_run: bool = False, only: PruneReport | None = None
+    ) -> PruneReport:
         """See `CheckpointStore.prune`."""
         now_ms = _now_ms()
         plan, found = self._plan(
             lambda facts, keep: plan_policy(facts, policy, protected=keep, now_ms=now_ms)
         )
+        strays = self._stray_markers(plan, found)
+        if only is not None:
+            plan = plan.sparing({f.id for f in plan.doomed} - set(only.deleted))
+            strays = [key for key in strays if key in only.markers]
         if not dry_run:
-            plan = self._carry_out(plan, found)
-        return _report(plan, dry_run=dry_run)
+            plan = self._carry_out(plan, strays)
+        return PruneReport(
+            deleted=tuple(f.id for f in plan.doomed),
+            kept=tuple(f.id for f in plan.kept),
+            sidecars=plan.sidecars,
+            dry_run=dry_run,
+            markers=tuple(strays),
+        )
 
     def prune_before(self, before_epoch: int) -> int:
         """See `CheckpointStore.prune_before`."""
         plan, found = self._plan(
             lambda facts, keep: plan_before(facts, before_epoch, protected=keep)
         )
-        plan = self._carry_out(plan, found)
+        plan = self._carry_out(plan, self._stray_markers(plan, found))
         return len(plan.doomed)
 
     def _plan(
@@ -1089,14 +1101,14 @@ class BlobCheckpointStore(CheckpointStore):
             plan = decide(self._retention_facts(found, files=True), protected)
         return plan, found
 
-    def _carry_out(self, plan: PrunePlan, found: _Inventory) -> PrunePlan:
-        newest = max((f.id for f in plan.kept if f.finalized), default=0)
+    def _stray_markers(self, plan: PrunePlan, found: _Inventory) -> builtins.list[str]:
         # Below a younger recovery point a marker is evidence of nothing any more.
-        strays = [
-            self._paths.final(id)
-            for id in found.finals
-            if id not in found.manifests and id < newest
-        ]
+        newest = _newest(plan)
+        finals = [id for id in found.finals if id not in found.manifests and id < newest]
+        used = [id for id in found.used if id < newest]
+        return sorted([*map(self._paths.final, finals), *map(self._paths.used, used)])
+
+    def _carry_out(self, plan: PrunePlan, strays: Sequence[str]) -> PrunePlan:
         if plan.doomed:
             self._ensure_namespace()
             intents = self._paths.new_prune(plan.doomed_ranges())
@@ -1110,12 +1122,12 @@ class BlobCheckpointStore(CheckpointStore):
             self._delete([self._paths.object(path) for path in plan.sidecars])
             going = [f.id for f in plan.doomed]
             for id in going:
-                if id > newest:
+                if id > _newest(plan):
                     self._create(self._paths.used(id), b"{}")
             self._delete([self._paths.manifest(id) for id in going])
             self._delete([self._paths.final(id) for id in going if id in attempts])
             self._delete(intents)
-        self._delete(strays + [self._paths.used(id) for id in found.used if id < newest])
+        self._delete(strays)
         return plan
 
     def _is_going(self, id: int) -> bool:
@@ -1192,7 +1204,9 @@ class BlobCheckpointStore(CheckpointStore):
 
     # -- garbage -------------------------------------------------------------------------
 
-    def gc(self, *, grace_s: float = 86400.0, dry_run: bool = False) -> GcReport:
+    def gc(
+        self, *, grace_s: float = 86400.0, dry_run: bool = False, only: GcReport | None = None
+    ) -> GcReport:
         """See `CheckpointStore.gc`."""
         # Files first, manifests second: what is published in between is then listed.
         prefix = self._paths.state
@@ -1235,6 +1249,12 @@ class BlobCheckpointStore(CheckpointStore):
                 deleted.append(Garbage(meta.key, meta.size, "left by a prune that died"))
         for meta in temporaries:
             deleted.append(Garbage(meta.key, meta.size, "left by a writer that died"))
+        if only is not None:
+            listed = {g.key for g in only.deleted}
+            kept += [
+                replace(g, reason=f"{g.reason}, since") for g in deleted if g.key not in listed
+            ]
+            deleted = [g for g in deleted if g.key in listed]
         deleted.sort(key=lambda g: g.key)
         if not dry_run:
             self._delete([g.key for g in deleted])
@@ -1302,13 +1322,8 @@ def _byte_issue(entry: SidecarEntry, size: int, crc: int | None, sha256: str | N
     return None
 
 
-def _report(plan: PrunePlan, *, dry_run: bool) -> PruneReport:
-    return PruneReport(
-        deleted=tuple(f.id for f in plan.doomed),
-        kept=tuple(f.id for f in plan.kept),
-        sidecars=plan.sidecars,
-        dry_run=dry_run,
-    )
+def _newest(plan: PrunePlan) -> int:
+    return max((f.id for f in plan.kept if f.finalized), default=0)
 
 
 def _now_ms() -> int:

@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Literal, Protocol, TypeVar
 
 import pytest
@@ -2098,11 +2099,57 @@ class BlobStoreSuite(StoreSuite):
         assert (report.chosen, report.skipped) == (first, ())
         assert store.next_id() == 4
         commit(store, 4)
-        store.prune(KeepLast(1))
-        assert [k for k in self.keys(store) if k.startswith("manifests/")] == [
-            "manifests/000000000004.final",
-            "manifests/000000000004.json",
+        before = set(self.keys(store))
+        dry = store.prune(KeepLast(1), dry_run=True)
+        assert dry.markers == (
+            "manifests/000000000002.final",
+            "manifests/000000000002.used",
+            "manifests/000000000003.final",
+            "manifests/000000000003.used",
+        )
+        assert set(self.keys(store)) == before
+        assert store.prune(KeepLast(1)) == replace(dry, dry_run=False)
+        assert before - set(self.keys(store)) == {
+            "manifests/000000000001.final",
+            "manifests/000000000001.json",
+            path_of(first),
+            *dry.markers,
+        }
+
+    def test_a_prune_of_what_was_listed_takes_nothing_else(
+        self, store: BlobCheckpointStore
+    ) -> None:
+        """What was shown to somebody, and agreed to."""
+        for id in (1, 2):
+            commit(store, id)
+        commit(store, 3, finalized=False)
+        store.prune_before(100)
+        commit(store, 4)
+        listed = store.prune(KeepLast(1), dry_run=True)
+        assert (listed.deleted, listed.markers) == ((2,), ("manifests/000000000003.used",))
+        commit(store, 5)
+        self.damage(store, "manifests/000000000001.used", b"{}")
+        done = store.prune(KeepLast(1), only=listed)
+        assert (done.deleted, done.kept, done.markers) == ((2,), (4, 5), listed.markers)
+        assert "manifests/000000000001.used" in self.keys(store)
+        assert store.list_ids() == [4, 5]
+
+    def test_gc_of_what_was_listed_takes_nothing_else(self, store: BlobCheckpointStore) -> None:
+        """What was shown to somebody, and agreed to."""
+        store.claim_generation("dead")
+        orphan = write(store, b"x", run_id="dead")[2].path
+        store.claim_generation("alive")
+        late = write(store, b"x", run_id="alive")[2].path
+        listed = store.gc(grace_s=0, dry_run=True)
+        assert [g.key for g in listed.deleted] == [orphan]
+        store.claim_generation("new")
+        done = store.gc(grace_s=0, only=listed)
+        assert [g.key for g in done.deleted] == [orphan]
+        assert [(g.key, g.reason) for g in done.kept] == [
+            (late, "run alive was superseded by generation 3, since")
         ]
+        assert [k for k in self.keys(store) if k.startswith("state/")] == [late]
+        assert [g.key for g in store.gc(grace_s=0).deleted] == [late]
 
     def test_a_prune_keeps_the_witness_of_a_lost_checkpoint_until_a_younger_one(
         self, store: BlobCheckpointStore

@@ -100,8 +100,10 @@ class ForeignStore(CheckpointStore):
     def final_marker(self, id: int) -> FinalMarker | None:
         return self._inner.final_marker(id)
 
-    def prune(self, policy: RetentionPolicy, *, dry_run: bool = False) -> PruneReport:
-        return self._inner.prune(policy, dry_run=dry_run)
+    def prune(
+        self, policy: RetentionPolicy, *, dry_run: bool = False, only: PruneReport | None = None
+    ) -> PruneReport:
+        return self._inner.prune(policy, dry_run=dry_run, only=only)
 
     def tag(self, name: str, id: int) -> None:
         self._inner.tag(name, id)
@@ -112,8 +114,10 @@ class ForeignStore(CheckpointStore):
     def tags(self) -> Mapping[str, int]:
         return self._inner.tags()
 
-    def gc(self, *, grace_s: float = 86400.0, dry_run: bool = False) -> GcReport:
-        return self._inner.gc(grace_s=grace_s, dry_run=dry_run)
+    def gc(
+        self, *, grace_s: float = 86400.0, dry_run: bool = False, only: GcReport | None = None
+    ) -> GcReport:
+        return self._inner.gc(grace_s=grace_s, dry_run=dry_run, only=only)
 
     def repair_pointer(self, *, dry_run: bool = False, discard: bool = False) -> RecoveryReport:
         return self._inner.repair_pointer(dry_run=dry_run, discard=discard)
