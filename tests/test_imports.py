@@ -17,6 +17,7 @@ REPO = Path(__file__).resolve().parent.parent
 # A unit imports only units with a smaller number (and itself). `testing` stands above everything.
 LAYERS = {
     "beam_ckpt._terminal": 0,
+    "beam_ckpt._keys": 0,
     "beam_ckpt.errors": 0,
     "beam_ckpt.keygroups": 1,
     "beam_ckpt.manifest": 2,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import pyarrow as pa
 
@@ -18,6 +18,8 @@ def read_chain(
     read: Callable[[SidecarEntry], bytes],
     *,
     newer: pa.Table | None = None,
+    key: bytes | None = None,
+    columns: Collection[str] | None = None,
 ) -> pa.Table:
     """Returns the live rows of a key group: the latest of each key and window, no tombstones.
 
@@ -25,6 +27,8 @@ def read_chain(
         sidecars: The key group's, oldest first, as a manifest lists them.
         read: Gives a sidecar's verified bytes, such as `CheckpointStore.read_sidecar`.
         newer: Rows that are newer than all of them and in no sidecar yet.
+        key: Only the rows of this key; see `decode_sidecar`.
+        columns: Only these columns; see `decode_sidecar`.
 
     Raises:
         InvalidCheckpointError: A sidecar is damaged, or does not belong with the others.
@@ -33,5 +37,5 @@ def read_chain(
     tables = [] if newer is None else [newer]
     for entry in reversed(sidecars):
         where = "inline state" if entry.path is None else entry.path
-        tables.append(decode_sidecar(read(entry), where=where)[1])
+        tables.append(decode_sidecar(read(entry), where=where, key=key, columns=columns)[1])
     return merge_newest_first(tables, keep_tombstones=False)

@@ -8,10 +8,11 @@ file. Page checksums are there as well, for readers of a part of the file and fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
@@ -28,6 +29,7 @@ MAX_DECODED_BYTES = 2**31 - 1
 ROW_GROUP_ROWS = 128 * 1024
 """Rows of a row group: what a reader that looks for one key has to read."""
 
+_TOLD_APART_BY = frozenset({"_key", "_window", "_deleted"})
 _METADATA_KEY = b"beam_ckpt.sidecar"
 _MAGIC = b"PAR1"
 _SEAL = b"BCKP\x01"
@@ -82,7 +84,12 @@ def encode_sidecar(
 
 
 def decode_sidecar(
-    data: bytes, *, where: str, max_decoded_bytes: int = MAX_DECODED_BYTES
+    data: bytes,
+    *,
+    where: str,
+    max_decoded_bytes: int = MAX_DECODED_BYTES,
+    key: bytes | None = None,
+    columns: Collection[str] | None = None,
 ) -> tuple[SidecarHeader, pa.Table]:
     """Reads a sidecar.
 
@@ -92,6 +99,10 @@ def decode_sidecar(
         data: The bytes of the file.
         where: What to call it in an error.
         max_decoded_bytes: Greatest size of the columns in memory.
+        key: Read the rows of this key (its encoded bytes) alone, and only the row groups that can
+            have it. None: all rows.
+        columns: Read these columns alone, of which it may lack some, beside the ones that rows are
+            told apart by (``_key``, ``_window``, ``_deleted``). None: all columns.
 
     Raises:
         InvalidCheckpointError: It is truncated, damaged, or not a sidecar of this library.
@@ -102,14 +113,16 @@ def decode_sidecar(
     # From here on the bytes are the ones that were written, by this library or by somebody who
     # imitates it, so what Arrow may raise over them is not ours to enumerate.
     try:
-        return _read(data, where, max_decoded_bytes)
+        return _read(data, where, max_decoded_bytes, key, columns)
     except CheckpointError:
         raise
     except Exception as error:
         _not_a_sidecar(where, error)
 
 
-def _read(data: bytes, where: str, limit: int) -> tuple[SidecarHeader, pa.Table]:
+def _read(
+    data: bytes, where: str, limit: int, key: bytes | None, columns: Collection[str] | None
+) -> tuple[SidecarHeader, pa.Table]:
     file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
     encoded_header = (file.metadata.metadata or {}).get(_METADATA_KEY)
     if encoded_header is None:
@@ -118,11 +131,27 @@ def _read(data: bytes, where: str, limit: int) -> tuple[SidecarHeader, pa.Table]
     schema = file.schema_arrow
     check_columns(header, schema, where=where)
     _check_limit(*decoded_size(data, schema), limit, where)
-    table = file.read()
+    wanted = schema.names
+    if columns is not None:
+        wanted = [name for name in wanted if name in _TOLD_APART_BY or name in columns]
+    groups = [i for i in range(file.num_row_groups) if key is None or _may_have(file, i, key)]
+    table = file.read_row_groups(groups, columns=wanted).select(wanted)
     table.validate(full=True)
     if not in_order(table):
         _not_a_sidecar(where, "its rows are not in order, or one occurs twice")
+    if key is not None:
+        table = table.filter(pc.equal(table["_key"], key))
     return header, table.replace_schema_metadata(None)
+
+
+def _may_have(file: pq.ParquetFile, row_group: int, key: bytes) -> bool:
+    """Tells whether a key can be in a row group: between its first and its last one."""
+    group = file.metadata.row_group(row_group)
+    columns = (group.column(i) for i in range(group.num_columns))
+    known = next(column for column in columns if column.path_in_schema == "_key").statistics
+    if known is None or not known.has_min_max:
+        return True
+    return bool(known.min <= key <= known.max)
 
 
 def _seal(file: memoryview) -> bytes:

@@ -382,3 +382,45 @@ def test_no_two_cells_share_a_column_and_none_has_one_of_ours() -> None:
     names = ["key", "Key", "_key", "_KEY", "cell:key", "cell:cell:key", "", "count", "cell", "_"]
     columns = [cell_column_name(name) for name in names]
     assert len({*columns, *SCHEMA.names}) == len(names) + len(SCHEMA.names) - 1  # count is both
+
+
+def test_a_key_is_read_from_the_row_groups_that_can_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = table(40)
+    data = encode_sidecar(rows, HEADER, row_group_rows=10)
+    read: list[list[int]] = []
+    real = pq.ParquetFile.read_row_groups
+
+    def noting(self: pq.ParquetFile, groups: list[int], **settings: object) -> pa.Table:
+        read.append(list(groups))
+        return real(self, groups, **settings)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_groups", noting)
+    _, found = decode_sidecar(data, where="memory", key=b"N023")
+    assert found.equals(rows.slice(23, 1))
+    for absent in (b"N0235", b"A", b"Z"):
+        _, found = decode_sidecar(data, where="memory", key=absent)
+        assert (len(found), found.schema) == (0, rows.schema)
+    assert read == [[2], [2], [], []]
+
+
+def test_only_the_columns_asked_for_are_read() -> None:
+    rows = table(5)
+    data = encode_sidecar(rows, HEADER)
+    _, found = decode_sidecar(data, where="memory", columns=["key", "count", "not there"])
+    assert found.column_names == ["key", "count", "_key", "_window", "_deleted"]
+    assert found.equals(rows.select(found.column_names))
+
+
+def test_a_cell_whose_name_has_a_dot_is_not_taken_for_a_part_of_another() -> None:
+    names = ("a", "a.b")
+    cells = tuple(CellColumn(name, name, "read_modify_write", "VarIntCoder") for name in names)
+    schema = sidecar_schema(pa.string(), [(name, pa.int64()) for name in names])
+    row = {"key": "k", "a": 1, "a.b": 2, "_key": b"k", "_window": b"", "_deleted": False}
+    rows = pa.Table.from_pylist([row | {"_updated": NOON}], schema=schema)
+    data = encode_sidecar(rows, replace(HEADER, cells=cells))
+    for name, value in (("a", 1), ("a.b", 2)):
+        _, found = decode_sidecar(data, where="memory", columns=[name])
+        assert found.column_names == [name, "_key", "_window", "_deleted"]
+        assert found[name].to_pylist() == [value]

@@ -1,21 +1,10 @@
-"""What a store holds, as Arrow tables: checkpoints, operators, and the state itself.
-
-Everything here reads, nothing writes, and no Beam pipeline is started. Cells whose coder has no
-Arrow type stay the bytes that the author's coder wrote: nothing is ever unpickled.
-
-    >>> from beam_ckpt import inspect
-    >>> inspect.state("ckpt", "totals").to_pandas()                        # doctest: +SKIP
-    >>> inspect.checkpoints("gs://bucket/ckpt/job").filter(...)            # doctest: +SKIP
-
-A store is a path, a URL or a `CheckpointStore`. A store that does not exist is an error, never
-created. The shape, functions that return tables with a declared schema, is that of pyiceberg's
-`Table.inspect`.
-"""
+"""What a store lists: checkpoints, operators, files, and where each checkpoint came from."""
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Literal
 
 import pyarrow as pa
@@ -26,21 +15,31 @@ from beam_ckpt.errors import (
     NoValidCheckpointError,
 )
 from beam_ckpt.manifest import CheckpointManifest, OperatorSnapshotEntry
-from beam_ckpt.sidecar import read_chain
 from beam_ckpt.store import CheckpointStore, open_store
 
 __all__ = [
     "CHECKPOINTS",
+    "EVENT_TIME",
+    "FILES",
+    "LINEAGE",
     "OPERATORS",
+    "AnyStore",
+    "At",
     "checkpoints",
+    "files",
     "find_checkpoint",
+    "find_operator",
+    "lineage",
+    "nearest",
+    "open_existing",
     "operators",
-    "state",
-    "state_by_key_group",
+    "readable",
 ]
 
 AnyStore = str | os.PathLike[str] | CheckpointStore
+"""A path, a URL or a store."""
 At = int | Literal["latest"]
+"""The id of a checkpoint; `latest` is the newest valid one."""
 
 EVENT_TIME = pa.timestamp("us", tz="UTC")
 
@@ -95,6 +94,47 @@ OPERATORS = pa.schema(
 """Schema of `operators`. `key_groups` counts those with state; `rows` those of all sidecars that
 a restore reads, so a key that is in a base and in a delta counts twice."""
 
+FILES = pa.schema(
+    [
+        pa.field("path", pa.string()),
+        pa.field("operator", pa.string(), nullable=False),
+        pa.field("key_group", pa.uint32(), nullable=False),
+        pa.field("kind", pa.string(), nullable=False),
+        pa.field("boundary", EVENT_TIME),
+        pa.field("epoch", pa.uint64()),
+        pa.field("rows", pa.uint64(), nullable=False),
+        pa.field("bytes", pa.uint64(), nullable=False),
+        pa.field("sha256", pa.string(), nullable=False),
+        pa.field("checkpoints", pa.list_(pa.uint64()), nullable=False),
+    ]
+)
+"""Schema of `files`. `path` is relative to the root of the store, null for state that is in the
+manifest itself; `epoch` is that of the checkpoint which listed the file first; `checkpoints` are
+the ids of those that list it: it is deleted with the last of them."""
+
+LINEAGE = pa.schema(
+    [
+        pa.field("id", pa.uint64(), nullable=False),
+        pa.field("epoch", pa.uint64(), nullable=False),
+        pa.field("phase", pa.string(), nullable=False),
+        pa.field("boundary", EVENT_TIME),
+        pa.field("checkpoint_id", pa.string(), nullable=False),
+        pa.field("parent_id", pa.string()),
+        pa.field("parent", pa.uint64()),
+        pa.field("generation", pa.uint64()),
+        pa.field("run_id", pa.string()),
+        pa.field("restored", pa.bool_()),
+        pa.field("new_files", pa.uint64(), nullable=False),
+        pa.field("new_bytes", pa.uint64(), nullable=False),
+        pa.field("shared_bytes", pa.uint64(), nullable=False),
+        pa.field("longest_chain", pa.uint64(), nullable=False),
+    ]
+)
+"""Schema of `lineage`. `parent` is the id that `parent_id` has in this store, null when it was
+pruned or there is none; `restored` tells whether another run wrote the parent (null where the
+parent is not known); `shared_bytes` are those of files that an older checkpoint wrote;
+`longest_chain` is the greatest number of files that a key group is restored from."""
+
 
 def checkpoints(store: AnyStore) -> pa.Table:
     """Lists every checkpoint of a store, oldest first, damaged ones included.
@@ -110,7 +150,7 @@ def checkpoints(store: AnyStore) -> pa.Table:
         CheckpointNotFoundError: There is no store.
         CheckpointStorageError: The storage failed.
     """
-    opened = _open(store)
+    opened = open_existing(store)
     try:
         latest = opened.load_latest()
     except InvalidCheckpointError:
@@ -172,46 +212,121 @@ def operators(store: AnyStore, at: At = "latest") -> pa.Table:
     return pa.Table.from_pylist(rows, schema=OPERATORS)
 
 
-def state(store: AnyStore, uid: str, *, at: At = "latest") -> pa.Table:
-    """Reads the state of one operator: one row per key and window.
+def files(store: AnyStore) -> pa.Table:
+    """Lists the sidecars that the checkpoints of a store list, each once.
 
-    The columns are those of a sidecar without `_deleted`: `key` and one column per cell, typed
-    where their coders have an Arrow type and binary elsewhere (null = empty), `_key` and
-    `_window` (encoded), `_updated` (event time of the last touch), `_timers` and `_carried`
-    (outputs dated beyond the cut).
+    Manifests that cannot be read are left out; what no manifest lists is for `beam-ckpt gc`.
 
-    Args:
-        store: A path, a URL or a store.
-        uid: The operator.
-        at: The id of a checkpoint; `latest` is the newest valid one.
+    Returns:
+        A table with the schema `FILES`, by operator, key group and epoch.
 
     Raises:
-        CheckpointNotFoundError: There is no store, no such checkpoint, or no such operator in it.
-        NoValidCheckpointError: `latest`, and all checkpoints are damaged.
-        InvalidCheckpointError: A sidecar is damaged.
+        CheckpointNotFoundError: There is no store.
     """
-    tables = list(state_by_key_group(store, uid, at=at))
-    if not tables:
-        return pa.table({"key": pa.nulls(0)})
-    filled = [table for table in tables if len(table)] or tables[:1]
-    return pa.concat_tables(filled, promote_options="default")
-
-
-def state_by_key_group(store: AnyStore, uid: str, *, at: At = "latest") -> Iterator[pa.Table]:
-    """Reads what `state` does, one table per key group: bounded by the largest of them."""
-    opened = _open(store)
-    manifest = find_checkpoint(opened, at)
-    entry = manifest.operators.get(uid)
-    if entry is None:
-        known = manifest.pipeline.operators if manifest.pipeline else {}
-        if uid not in known:
-            names = ", ".join(map(repr, sorted({*manifest.operators, *known}))) or "no operators"
-            raise CheckpointNotFoundError(
-                f"checkpoint {manifest.id} in {opened.url} has no operator {uid!r}; it has {names}"
+    rows: dict[object, dict[str, object]] = {}
+    for manifest in readable(open_existing(store)):
+        for operator, key_group, entry in manifest.sidecars():
+            row = rows.setdefault(
+                entry.path or (operator, key_group, entry.sha256),
+                {
+                    "path": entry.path,
+                    "operator": operator,
+                    "key_group": key_group,
+                    "kind": entry.kind,
+                    "boundary": entry.boundary,
+                    "epoch": entry.epoch,
+                    "rows": entry.rows,
+                    "bytes": entry.size_bytes,
+                    "sha256": entry.sha256,
+                    "checkpoints": [],
+                },
             )
-        entry = OperatorSnapshotEntry()
-    for partition in entry.partitions:
-        yield read_chain(partition.sidecars, opened.read_sidecar).drop_columns(["_deleted"])
+            listed = row["checkpoints"]
+            assert isinstance(listed, list)
+            listed.append(manifest.id)
+    table = pa.Table.from_pylist(list(rows.values()), schema=FILES)
+    return table.sort_by([(name, "ascending") for name in ("operator", "key_group", "epoch")])
+
+
+def lineage(store: AnyStore) -> pa.Table:
+    """Tells which checkpoint each one came from, which run wrote it, and what it added.
+
+    Returns:
+        A table with the schema `LINEAGE`, by id; manifests that cannot be read are left out.
+
+    Raises:
+        CheckpointNotFoundError: There is no store.
+    """
+    manifests = list(readable(open_existing(store)))
+    known = {manifest.checkpoint_id: manifest for manifest in manifests}
+    rows = []
+    for manifest in manifests:
+        parent = known.get(manifest.parent_id or "")
+        entries = [entry for _, _, entry in manifest.sidecars()]
+        new = [entry for entry in entries if entry.epoch == manifest.epoch]
+        chains = (
+            len(partition.sidecars)
+            for operator in manifest.operators.values()
+            for partition in operator.partitions
+        )
+        new_bytes = sum(entry.size_bytes for entry in new)
+        rows.append(
+            {
+                "id": manifest.id,
+                "epoch": manifest.epoch,
+                "phase": manifest.durable_phase,
+                "boundary": manifest.watermark,
+                "checkpoint_id": manifest.checkpoint_id,
+                "parent_id": manifest.parent_id,
+                "parent": parent and parent.id,
+                "generation": manifest.run and manifest.run.generation,
+                "run_id": manifest.run and manifest.run.run_id,
+                "restored": None if parent is None else parent.run != manifest.run,
+                "new_files": len(new),
+                "new_bytes": new_bytes,
+                "shared_bytes": manifest.total_size_bytes - new_bytes,
+                "longest_chain": max(chains, default=0),
+            }
+        )
+    return pa.Table.from_pylist(rows, schema=LINEAGE)
+
+
+def readable(store: CheckpointStore) -> Iterable[CheckpointManifest]:
+    """Yields the manifests of a store that can be read, oldest first."""
+    for id in store.list_ids():
+        try:
+            manifest = store.load_by_id(id)
+        except InvalidCheckpointError:
+            continue
+        if manifest is not None:
+            yield manifest
+
+
+def find_operator(
+    manifest: CheckpointManifest, uid: str, store: CheckpointStore
+) -> OperatorSnapshotEntry:
+    """Returns an operator's state in a checkpoint; one that has saved nothing yet has none.
+
+    Raises:
+        CheckpointNotFoundError: The checkpoint has no such operator; names the nearest.
+    """
+    entry = manifest.operators.get(uid)
+    if entry is not None:
+        return entry
+    known = {*manifest.operators, *(manifest.pipeline.operators if manifest.pipeline else {})}
+    if uid in known:
+        return OperatorSnapshotEntry()
+    names = ", ".join(map(repr, sorted(known))) or "no operators"
+    raise CheckpointNotFoundError(
+        f"checkpoint {manifest.id} in {store.url} has no operator {uid!r}; it has {names}"
+        f"{nearest(uid, known)}"
+    )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns `. Did you mean ...?` where a known name is like it, else nothing."""
+    close = difflib.get_close_matches(name, sorted(known), n=1)
+    return f". Did you mean {close[0]!r}?" if close else ""
 
 
 def find_checkpoint(store: AnyStore, at: At = "latest") -> CheckpointManifest:
@@ -228,7 +343,7 @@ def find_checkpoint(store: AnyStore, at: At = "latest") -> CheckpointManifest:
         NoValidCheckpointError: `latest`, and there are only damaged or unpublished ones.
         InvalidCheckpointError: The manifest asked for by id is damaged.
     """
-    opened = _open(store)
+    opened = open_existing(store)
     if at != "latest":
         found = opened.load_by_id(at)
         if found is None:
@@ -249,7 +364,12 @@ def find_checkpoint(store: AnyStore, at: At = "latest") -> CheckpointManifest:
     )
 
 
-def _open(store: AnyStore) -> CheckpointStore:
+def open_existing(store: AnyStore) -> CheckpointStore:
+    """Returns the store, which has to be there: looking creates nothing.
+
+    Raises:
+        CheckpointNotFoundError: There is no store.
+    """
     return store if isinstance(store, CheckpointStore) else open_store(store, create=False)
 
 
