@@ -948,7 +948,8 @@ class BlobCheckpointStore(CheckpointStore):
             if not any(f.finalized and f.generation == mine for f in facts):
                 raise CheckpointNotFoundError(
                     f"checkpoint {restored_from} of {self.url} was pruned while run {run_id} "
-                    "restored it: start the run again, it then restores a younger one"
+                    "restored it: start the run again, it then restores a younger one. (If that "
+                    "prune was killed, `beam-ckpt gc` removes what it left)"
                 )
         return mine
 
@@ -1160,6 +1161,7 @@ class BlobCheckpointStore(CheckpointStore):
         self._ensure_namespace()
         key = self._paths.tag(name)
         record = Tag(name=name, id=id, checkpoint_id=manifest.checkpoint_id)
+        new = self._read_record(Tag, key) is None
         held = self._create(key, record.to_json())
         if held is not None:
             other = parse_record(Tag, held, where=self._where(key))
@@ -1168,7 +1170,8 @@ class BlobCheckpointStore(CheckpointStore):
                 "another name"
             )
         if self._is_going(id):
-            self._delete([key])
+            if new:  # else it was given before, and that prune may have spared it for that
+                self._delete([key])
             raise CheckpointNotFoundError(
                 f"checkpoint {id} of {self.url} is being pruned: tag another one. (If that prune "
                 "was killed, `beam-ckpt gc` removes what it left, and then this one can be tagged "

@@ -1868,6 +1868,34 @@ class BlobStoreSuite(StoreSuite):
             assert deleted == ((1,) if tagged[0] else (1, 2))
         assert outcomes == {True, False}
 
+    def test_tagging_again_during_a_prune_takes_no_tag_away(
+        self, opener: Opener[BlobCheckpointStore]
+    ) -> None:
+        """A prune that spares what has just been tagged still names it as going, for a while."""
+        outcomes = set()
+        for step in range(1, 100):
+            at = f"step-{step}"
+            for id in (1, 2, 3):
+                commit(opener(at), id)
+            answers: list[bool] = []
+
+            def tag(at: str = at, answers: list[bool] = answers) -> None:
+                try:
+                    opener(at).tag("late", 2)
+                    answers.append(True)
+                except CheckpointNotFoundError:
+                    answers.append(False)
+
+            blobs = opener(at).blobs
+            for later in range(4):
+                blobs = Before(blobs, step + later, tag)
+            opener(at).with_blobs(blobs).prune(KeepLast(1))
+            if not answers:
+                break
+            outcomes.add(any(answers))
+            check_tagged(opener(at), 2 if any(answers) else None)
+        assert outcomes == {True, False}
+
     def test_a_prune_that_was_killed_is_taken_up_again(
         self, opener: Opener[BlobCheckpointStore]
     ) -> None:
