@@ -516,8 +516,13 @@ def outputs_of(job: Job) -> Counter[str]:
 
 
 def state_of(job: Job) -> Counter[str]:
-    """The final state as the store has it: every aircraft with its cells and timers."""
-    rows = inspect.state(job.store, UID).to_pylist()
+    """A job's final state."""
+    return state_in(job.store)
+
+
+def state_in(store: str) -> Counter[str]:
+    """The newest state that a store has: every aircraft with its cells and timers."""
+    rows = inspect.state(store, UID).to_pylist()
     return Counter(repr({name: comparable(value) for name, value in row.items()}) for row in rows)
 
 
@@ -663,8 +668,8 @@ def demonstrate(
     console.print(f"  beam-ckpt state {jobs[-1].store} {UID} --limit 5", soft_wrap=True)
 
 
-def main() -> None:
-    """Runs the command with a quiet Beam."""
+def run_app(app: typer.Typer) -> None:
+    """Runs a command with a quiet Beam."""
     logging.basicConfig(level=logging.ERROR)
     logging.getLogger("beam_ckpt").setLevel(logging.WARNING)
     try:
@@ -677,4 +682,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_app(app)

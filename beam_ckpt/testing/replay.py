@@ -47,8 +47,9 @@ class ReplayLog:
     Attributes:
         rows: The rows in any order, at least one, or a function that gives them, the same each
             time (so that a large set is read by the workers and not pickled to them).
-        displacement: How many seconds of event time a row may come late. Each row is drawn a delay
-            of at most that; they arrive in the order of event time plus delay.
+        displacement: How many seconds of event time a row may come late. Each event time is drawn a
+            delay of at most that; rows arrive in the order of event time plus delay. Those of one
+            event time come together, in one bundle.
         seed: Draws the delays.
         rounds: How many times the rows are gone through, each time later by the length of the whole
             (and the displacement, and a second); `None`: for ever.
@@ -70,9 +71,9 @@ class ReplayLog:
             raise ValueError("a ReplayLog needs rows. What to do: give at least one")
         draw = random.Random(self.seed)
         latest = int(self.displacement * 1000)
-        dated = sorted(rows, key=lambda row: row[0])
-        late = [(at + draw.randint(0, latest) * _MS, at, element) for at, element in dated]
-        return sorted(late, key=lambda row: row[0])
+        delay = {at: draw.randint(0, latest) * _MS for at in sorted({at for at, _ in rows})}
+        late = [(at + delay[at], at, element) for at, element in rows]
+        return sorted(late, key=lambda row: row[:2])
 
     @property
     def stop(self) -> int:
@@ -220,11 +221,12 @@ class _ReadFn(beam.DoFn):
         self, element: _Task, tracker: Any = _TRACKER, watermark: Any = _WATERMARK
     ) -> Iterator[TimestampedValue[Any]]:
         log, (first, stop, began) = self._log, element
-        begin = tracker.current_restriction().start
+        begin, at = tracker.current_restriction().start, None
         for position in itertools.count(begin):
             if position < stop:
                 pause = self._pause(first, began, position)
-                if pause > 0 or position - begin >= _BUNDLE:
+                full = position - begin >= _BUNDLE and log.row(position)[0] != at
+                if pause > 0 or full:
                     watermark.set_watermark(Timestamp(micros=log.watermark(position)))
                     tracker.defer_remainder(Duration(max(pause, _PAUSE)) if self._speed else None)
                     return

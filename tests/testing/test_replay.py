@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections import Counter
 
@@ -100,3 +101,9 @@ def test_an_endless_log_goes_on_and_has_no_end_to_ask_for():
 def test_a_log_without_rows_is_refused():
     with pytest.raises(ValueError, match="at least one"):
         ReplayLog([]).below(None)
+
+
+@given(LOGS)
+def test_rows_of_one_event_time_come_together(log):
+    times = [log.row(p)[0] for p in range(log.stop)]
+    assert len(set(times)) == 1 + sum(a != b for a, b in itertools.pairwise(times))
