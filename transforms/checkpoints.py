@@ -30,10 +30,13 @@ import apache_beam as beam
 from apache_beam.coders import coders
 from apache_beam.coders.typecoders import registry
 from apache_beam.internal import pickler
+from apache_beam.options.pipeline_options import StandardOptions
+from apache_beam.transforms.core import Windowing
 from apache_beam.transforms.display import DisplayDataItem
-from apache_beam.transforms.window import GlobalWindows
+from apache_beam.transforms.window import GlobalWindow, GlobalWindows
 from apache_beam.typehints import typehints
 from apache_beam.utils.timestamp import Duration, Timestamp
+from apache_beam.utils.windowed_value import PANE_INFO_UNKNOWN, WindowedValue
 
 from beam_ckpt.errors import PipelineRefusedError
 from beam_ckpt.keygroups import check_key_group_count
@@ -48,7 +51,12 @@ from beam_ckpt.transforms.keyed_state.clock import DRAINED, MS, Epochs
 from beam_ckpt.transforms.keyed_state.dofn import StatefulWrapper
 from beam_ckpt.transforms.keyed_state.operator import SNAPSHOTS, OperatorConfig
 from beam_ckpt.transforms.restore import ReadSaved, RestorePlan, check_compatible, plan_restore
-from beam_ckpt.transforms.runners import AloneInItsStage, prepare, takes_over_a_running_job
+from beam_ckpt.transforms.runners import (
+    AloneInItsStage,
+    DeclareWindowing,
+    prepare,
+    takes_over_a_running_job,
+)
 from beam_ckpt.transforms.signature import Signature, read_signature
 from beam_ckpt.transforms.state_io import retention
 from beam_ckpt.transforms.writer import WriteSidecarsFn
@@ -84,6 +92,13 @@ class Checkpoints:
             writes and restores.
         on_fallback: If the newest checkpoint is damaged and the run has an `until`: ``"refuse"``,
             or ``"accept"`` the older one.
+        alignment: ``"exactly_once"``: an element waits for its epoch, so that a checkpoint holds
+            exactly what lies before its boundary. ``"at_least_once"``: nothing waits (but for the
+            saved state of its key); what lies before the boundary is in the checkpoint, and of
+            what comes after it maybe some, which a replay applies again.
+        late: What to do with an element below the boundary restored at: ``"drop"`` it, since it
+            has been applied, or ``"reprocess"`` it: right where no source replays and what comes
+            that late was never seen.
         on_missing: What to do with saved operators and cells that the pipeline no longer has:
             ``"error"`` or ``"drop"``.
         max_files_per_group: When a key group has that many files, its next one is a full one.
@@ -103,11 +118,15 @@ class Checkpoints:
         restore: str | int = "latest",
         keep: int | RetentionPolicy = 3,
         key_groups: int = 128,
+        alignment: Literal["exactly_once", "at_least_once"] = "exactly_once",
+        late: Literal["drop", "reprocess"] = "drop",
         on_fallback: Literal["refuse", "accept"] = "refuse",
         on_missing: Literal["error", "drop"] = "error",
         max_files_per_group: int = 8,
     ) -> None:
         prepare(pipeline)
+        _check_choice("alignment", alignment, ("exactly_once", "at_least_once"))
+        _check_choice("late", late, ("drop", "reprocess"))
         _check_choice("on_fallback", on_fallback, ("refuse", "accept"))
         _check_choice("on_missing", on_missing, ("error", "drop"))
         try:
@@ -123,6 +142,7 @@ class Checkpoints:
         self._keep = retention(keep)
         self._key_groups, self._on_missing = key_groups, on_missing
         self._max_files = max_files_per_group
+        self._late, self._aligned = late, alignment == "exactly_once"
         self._epochs = Epochs(_micros("every", every), _micros("until", until))
         if self._epochs.every is not None and self._epochs.every <= 0:
             raise PipelineRefusedError(
@@ -352,8 +372,13 @@ class _Operator(beam.PTransform[Any, Any]):
     def expand(self, pcoll: Any) -> Any:
         job, uid = self._job, self._uid
         key_coder, value_coder = _input_coders(pcoll, uid)
-        _check_windowing(pcoll, uid)
         check_timestamps(pcoll, uid, job._epochs)
+        if self._time_sorted and not job._aligned:
+            raise PipelineRefusedError(
+                f"operator {uid!r} has time_sorted=True, for which elements wait, and the "
+                "checkpoints have alignment='at_least_once', for which none does. What to do: "
+                "take one of the two."
+            )
         window_coder = pcoll.windowing.windowfn.get_window_coder()
         operator = OperatorState(
             uid,
@@ -385,6 +410,10 @@ class _Operator(beam.PTransform[Any, Any]):
             key_groups=job._key_groups,
             time_sorted=self._time_sorted,
             bounded=bool(pcoll.is_bounded),
+            windows=pcoll.windowing.windowfn != GlobalWindows(),
+            lateness=Duration.of(pcoll.windowing.allowed_lateness).micros,
+            late=job._late,
+            aligned=job._aligned,
         )
         wrapper = StatefulWrapper(self._fn, config, self._args, self._kwargs)
         _check_pickles(wrapper, self._fn)
@@ -402,7 +431,9 @@ class _Operator(beam.PTransform[Any, Any]):
         job._snapshots.append(
             outputs[SNAPSHOTS]
             | "Route"
-            >> beam.Map(_route, uid).with_output_types(tuple[tuple[str, int], tuple[int, bytes]])
+            >> DeclareWindowing(_RouteFn(uid), Windowing(GlobalWindows())).with_output_types(
+                tuple[tuple[str, int], tuple[int, bytes]]
+            )
         )
         if self._tags is None:
             return outputs[self._main_tag or "main"]
@@ -412,10 +443,13 @@ class _Operator(beam.PTransform[Any, Any]):
         return named
 
     def _input(self, pcoll: Any, operator: OperatorState, restoring: bool) -> Any:
-        # The same graph whether there is something to restore or not: a fresh run can be updated
-        # in place (Dataflow's --update) after its checkpoints are there. It keeps FnApiRunner from
-        # fusing the operator with what is before it as well (see `AloneInItsStage`).
         job = self._job
+        streaming = pcoll.pipeline.options.view_as(StandardOptions).streaming
+        if pcoll.is_bounded and not streaming and not restoring:
+            return pcoll | "Alone" >> AloneInItsStage()
+        # The same graph whether there is something to restore or not: a stream that started fresh
+        # can be updated in place (Dataflow's --update) after its checkpoints are there. It keeps
+        # FnApiRunner from fusing the operator with what is before it as well.
         key_type, value_type = pcoll.element_type.tuple_types
         union = typehints.Tuple[key_type, LiveOrRestored[value_type]]
         live = pcoll | "Live" >> beam.Map(_same).with_output_types(union)
@@ -453,8 +487,8 @@ class CheckpointedParDo(beam.PTransform[Any, Any]):
         store: A path, a URL, or a `~beam_ckpt.CheckpointStore`.
         time_sorted: Give the DoFn its elements in event-time order per key, ties by their encoded
             value; then its outputs are the same on every runner.
-        every: See `Checkpoints`. So are `until`, `restore`, `keep`, `key_groups`,
-            `on_fallback`, `on_missing` and `max_files_per_group`.
+        every: See `Checkpoints`. So are `until`, `restore`, `keep`, `key_groups`, `alignment`,
+            `late`, `on_fallback`, `on_missing` and `max_files_per_group`.
         **kwargs: Static arguments of ``process``.
 
     Returns:
@@ -477,6 +511,8 @@ class CheckpointedParDo(beam.PTransform[Any, Any]):
         keep: int | RetentionPolicy = 3,
         key_groups: int = 128,
         time_sorted: bool = False,
+        alignment: Literal["exactly_once", "at_least_once"] = "exactly_once",
+        late: Literal["drop", "reprocess"] = "drop",
         on_fallback: Literal["refuse", "accept"] = "refuse",
         on_missing: Literal["error", "drop"] = "error",
         max_files_per_group: int = 8,
@@ -497,6 +533,8 @@ class CheckpointedParDo(beam.PTransform[Any, Any]):
             "restore": restore,
             "keep": keep,
             "key_groups": key_groups,
+            "alignment": alignment,
+            "late": late,
             "on_fallback": on_fallback,
             "on_missing": on_missing,
             "max_files_per_group": max_files_per_group,
@@ -571,15 +609,6 @@ def _check_pickles(wrapper: StatefulWrapper, fn: beam.DoFn) -> None:
             f"{type(fn).__name__} cannot be pickled, and Beam pickles it to the workers: {error}. "
             "What to do: make what it holds (clients, locks, files) in setup()."
         ) from error
-
-
-def _check_windowing(pcoll: Any, uid: str) -> None:
-    if pcoll.windowing.windowfn != GlobalWindows():
-        raise PipelineRefusedError(
-            f"the input of operator {uid!r} is windowed ({pcoll.windowing.windowfn!r}), which this "
-            "version does not save. What to do: keep what belongs to a window in the state, with "
-            "an event-time timer at its end, in the global window."
-        )
 
 
 def _input_coders(pcoll: Any, uid: str) -> tuple[Any, Any]:
@@ -679,6 +708,15 @@ def _start(_: bytes) -> tuple[int, tuple[int, bytes]]:
     return START
 
 
-def _route(record: tuple[int, tuple[int, bytes]], uid: str) -> Any:
-    key_group, dated = record
-    return (uid, key_group), dated
+class _RouteFn(beam.DoFn):
+    """Snapshots on their way to the writer, which is in the global window."""
+
+    def __init__(self, uid: str) -> None:
+        self._uid = uid
+
+    def process(
+        self, element: tuple[int, tuple[int, bytes]], timestamp: Any = beam.DoFn.TimestampParam
+    ) -> Iterable[Any]:
+        key_group, dated = element
+        routed = (self._uid, key_group), dated
+        yield WindowedValue(routed, timestamp, (GlobalWindow(),), PANE_INFO_UNKNOWN)

@@ -31,6 +31,7 @@ class ClockedDoFn(beam.DoFn):
         *,
         process: Iterable[tuple[str, Any]] = (),
         on_clock: Iterable[tuple[str, Any]] = (),
+        wall_clock: str | None = None,
     ) -> None:
         """Declares cells and clock.
 
@@ -38,7 +39,10 @@ class ClockedDoFn(beam.DoFn):
             clock: Name of the timer family, unique in a pipeline.
             cells: State cells by parameter name.
             process: More parameters of ``process`` that Beam gives, before the cells.
-            on_clock: Those of ``_on_clock``.
+            on_clock: Those of ``_on_clock`` (and of ``_on_wall_clock``, which gets the dynamic tag
+                as ``tag`` besides).
+            wall_clock: Name of a timer family in processing time, whose callback is
+                ``_on_wall_clock``. (One such timer changes which runner `DirectRunner` takes.)
         """
         family = userstate.TimerSpec(clock, TimeDomain.WATERMARK)
         userstate.on_timer(family)(type(self)._on_clock)  # type: ignore[attr-defined]
@@ -46,14 +50,25 @@ class ClockedDoFn(beam.DoFn):
             *((name, beam.DoFn.StateParam(spec)) for name, spec in cells.items()),
             ("clock", beam.DoFn.TimerParam(family)),
         ]
+        if wall_clock is not None:
+            wall_family = userstate.TimerSpec(wall_clock, TimeDomain.REAL_TIME)
+            userstate.on_timer(wall_family)(type(self)._on_wall_clock)  # type: ignore[attr-defined]
+            own.append(("wall_clock", beam.DoFn.TimerParam(wall_family)))
         self._process_parameters = _split([*process, *own], before=["element"])
         self._clock_parameters = _split([*on_clock, *own])
+        self._wall_clock_parameters: tuple[list[str], list[Any]] = ([], [])
+        if wall_clock is not None:
+            tag = ("tag", beam.DoFn.DynamicTimerTagParam)
+            self._wall_clock_parameters = _split([tag, *on_clock, *own])
 
     def _inspect_process(self) -> tuple[list[str], list[Any]]:
         return self._process_parameters
 
     def _inspect__on_clock(self) -> tuple[list[str], list[Any]]:
         return self._clock_parameters
+
+    def _inspect__on_wall_clock(self) -> tuple[list[str], list[Any]]:
+        return self._wall_clock_parameters
 
     def default_type_hints(self) -> Any:
         # Not from the annotations of `process`: its parameters are not what they say.

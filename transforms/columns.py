@@ -73,7 +73,7 @@ from beam_ckpt.transforms.snapshot import SnapshotRecord
 __all__ = ["CellState", "OperatorState", "coder_identity"]
 
 _ONE_VALUE = frozenset({"read_modify_write", "combining"})
-_MANY_VALUES = frozenset({"bag", "set"})
+_MANY_VALUES = frozenset({"bag", "set", "ordered_list"})
 
 
 # Rows are converted in slices, so that no more than this is in memory as Python objects at a time.
@@ -234,8 +234,8 @@ class CellState:
 
     Attributes:
         name: Its name, as the author gave it.
-        kind: ``"read_modify_write"`` or ``"combining"`` (its accumulator): one value; ``"bag"`` or
-            ``"set"``: many.
+        kind: ``"read_modify_write"`` or ``"combining"`` (its accumulator): one value; ``"bag"``,
+            ``"set"`` or ``"ordered_list"`` (of time in microseconds and value): many.
         coder: The coder of its values.
 
     Raises:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import apache_beam as beam
-from apache_beam.utils.timestamp import MIN_TIMESTAMP, Timestamp
+from apache_beam.transforms.window import GlobalWindow
+from apache_beam.utils.timestamp import MIN_TIMESTAMP, Duration, Timestamp
 from apache_beam.utils.windowed_value import PANE_INFO_UNKNOWN, WindowedValue
 
 from beam_ckpt.errors import (
@@ -31,8 +32,9 @@ from beam_ckpt.store import CheckpointStore
 from beam_ckpt.transforms.columns import OperatorState
 from beam_ckpt.transforms.elements import Restored
 from beam_ckpt.transforms.runners import DeclareWindowing
+from beam_ckpt.transforms.snapshot import SnapshotRecord
 
-__all__ = ["ReadSaved", "RestorePlan", "check_compatible", "plan_restore"]
+__all__ = ["ReadSaved", "RestorePlan", "check_compatible", "is_over", "left_over", "plan_restore"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -244,7 +246,8 @@ class ReadSaved(beam.PTransform[Any, Any]):
         if self._manifest is not None:
             saved = self._manifest.operators[self._operator.uid]
             groups = [(self._manifest.id, partition.partition_id) for partition in saved.partitions]
-        read = _ReadGroupFn(self._store, self._operator)
+        lateness = Duration.of(self._windowing.allowed_lateness).micros
+        read = _ReadGroupFn(self._store, self._operator, lateness)
         return (
             pbegin
             | beam.Impulse()
@@ -265,8 +268,8 @@ class _GroupsFn(beam.DoFn):
 class _ReadGroupFn(beam.DoFn):
     """(checkpoint, key group) to the group's live records, newest per key and window."""
 
-    def __init__(self, store: CheckpointStore, operator: OperatorState) -> None:
-        self._store, self._operator = store, operator
+    def __init__(self, store: CheckpointStore, operator: OperatorState, lateness: int) -> None:
+        self._store, self._operator, self._lateness = store, operator, lateness
         self._manifest: CheckpointManifest | None = None
 
     def process(self, element: tuple[int, int]) -> Iterator[Any]:
@@ -284,10 +287,35 @@ class _ReadGroupFn(beam.DoFn):
         table = read_chain(partition.sidecars, self._store.read_sidecar)
         decode_key, decode_window = operator.key_coder.decode, operator.window_coder.decode
         windows = table.column("_window").to_pylist()
+        boundary = self._manifest.boundary
         for (key, record), window in zip(operator.to_encoded(table), windows, strict=True):
+            decoded = decode_window(window)
+            if is_over(decoded, boundary, self._lateness):
+                left = left_over(SnapshotRecord.from_bytes(record), boundary)
+                if left is None:
+                    continue
+                record = left.to_bytes()
             yield WindowedValue(
                 (decode_key(key), Restored(record)),
                 MIN_TIMESTAMP,
-                (decode_window(window),),
+                (decoded,),
                 PANE_INFO_UNKNOWN,
             )
+
+
+def is_over(window: Any, boundary: int | None, lateness: int) -> bool:
+    """Whether a window's state is gone at a cut; at a drained end only the global one is left."""
+    if isinstance(window, GlobalWindow):
+        return False
+    return boundary is None or bool(window.max_timestamp().micros + lateness < boundary)
+
+
+def left_over(record: SnapshotRecord, boundary: int | None) -> SnapshotRecord | None:
+    """What is left at a cut of a window that is over: its outputs beyond the cut, or nothing."""
+    if boundary is None:
+        return None
+    carried = tuple(output for output in record.carried if output.timestamp >= boundary)
+    if not carried:
+        return None
+    nothing = tuple(() if isinstance(cell, tuple) else None for cell in record.cells)
+    return replace(record, cells=nothing, timers=(), carried=carried)

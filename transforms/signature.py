@@ -13,47 +13,60 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 import apache_beam as beam
-from apache_beam import pvalue
+from apache_beam import coders, pvalue
 from apache_beam.transforms import core, userstate
 from apache_beam.transforms.timeutil import TimeDomain
 
 from beam_ckpt.errors import PipelineRefusedError
 
-__all__ = ["AuthorCell", "Call", "Signature", "read_signature"]
+__all__ = ["AuthorCell", "Call", "Signature", "TimerDomain", "read_signature"]
 
-CellKind = Literal["read_modify_write", "bag", "set"]
+CellKind = Literal["read_modify_write", "combining", "bag", "set", "ordered_list"]
+TimerDomain = Literal["event", "processing"]
 
 _KINDS: Mapping[type[userstate.StateSpec], CellKind] = {
     userstate.ReadModifyWriteStateSpec: "read_modify_write",
+    userstate.CombiningValueStateSpec: "combining",
     userstate.BagStateSpec: "bag",
     userstate.SetStateSpec: "set",
+    userstate.OrderedListStateSpec: "ordered_list",
 }
-# Parameters that Beam gives and the wrapper does not (yet), with what an author can do instead.
+# Parameters that cannot be given, with what an author can do instead.
 _REFUSED_PARAMS: Sequence[tuple[Any, str, str]] = (
-    (beam.DoFn.PaneInfoParam, "PaneInfoParam", "drop it: state is not split by pane"),
-    (beam.DoFn.WindowedValueParam, "WindowedValueParam", "use TimestampParam and WindowParam"),
     (beam.DoFn.SideInputParam, "SideInputParam", "join the side input upstream"),
-    (beam.DoFn.BundleFinalizerParam, "BundleFinalizerParam", "finalize in a ParDo downstream"),
+    (
+        beam.DoFn.BundleFinalizerParam,
+        "BundleFinalizerParam",
+        "finalize in a ParDo downstream (Beam has no finalizer for an element that waited)",
+    ),
 )
 _REFUSED_PARAM_TYPES: Sequence[tuple[Any, str, str]] = (
-    (beam.DoFn.BundleContextParam, "BundleContextParam", "use start_bundle and finish_bundle"),
-    (beam.DoFn.SetupContextParam, "SetupContextParam", "use setup and teardown"),
     (beam.DoFn.RestrictionParam, "RestrictionParam", "a splittable DoFn cannot be stateful"),
     (beam.DoFn.WatermarkEstimatorParam, "WatermarkEstimatorParam", "see RestrictionParam"),
 )
 
 
+_CONTEXTS = (beam.DoFn.BundleContextParam, beam.DoFn.SetupContextParam)
+
+
 @dataclass(frozen=True)
 class AuthorCell:
-    """One of the author's state cells; `coder` is that of a value (of an element for bag, set)."""
+    """One of the author's state cells.
+
+    Attributes:
+        name: As the author gave it.
+        kind: What it is.
+        spec: As the author gave it.
+        coder: Of what is saved: the value, the accumulator of a combining cell, an item of a bag
+            or set, and (microseconds, value) of an ordered list.
+        combine_fn: Of a combining cell, else `None`.
+    """
 
     name: str
     kind: CellKind
     spec: userstate.StateSpec
-
-    @property
-    def coder(self) -> Any:
-        return self.spec.coder
+    coder: Any
+    combine_fn: Any = None
 
 
 @dataclass(frozen=True)
@@ -68,15 +81,27 @@ class Call:
     timestamp: tuple[str, ...] = ()
     window: tuple[str, ...] = ()
     tag: tuple[str, ...] = ()
+    pane: tuple[str, ...] = ()
+    windowed: tuple[str, ...] = ()
+    contexts: tuple[tuple[str, Any], ...] = ()
     static: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
 class Signature:
-    """All that the wrapper has to know of an author's DoFn. Cells and timers are sorted by name."""
+    """All that the wrapper has to know of an author's DoFn. Cells and timers are sorted by name.
+
+    Attributes:
+        cells: Its state cells.
+        timers: The names of its timer families.
+        domains: What each of them waits for.
+        process: How ``process`` is called.
+        callbacks: How the callback of each timer family is called.
+    """
 
     cells: tuple[AuthorCell, ...]
     timers: tuple[str, ...]
+    domains: tuple[TimerDomain, ...]
     process: Call
     callbacks: tuple[Call, ...]
 
@@ -113,13 +138,6 @@ def read_signature(
         _refuse(f"{name} has process_batch", "a stateful DoFn takes elements: use process")
     cells = tuple(_cell(name, spec) for spec in sorted(specs, key=lambda s: s.name))
     families = sorted(timer_specs, key=lambda t: t.name)
-    for timer in families:
-        if timer.time_domain != TimeDomain.WATERMARK:
-            _refuse(
-                f"{name}: timer {_author_name(timer)!r} is a processing-time timer, which this "
-                "version does not save",
-                "use an event-time timer (TimeDomain.WATERMARK)",
-            )
     cell_index = {cell.spec: i for i, cell in enumerate(cells)}
     timer_index = {timer: i for i, timer in enumerate(families)}
     process = _call(fn, "process", cell_index, timer_index, tuple(args), dict(kwargs or {}))
@@ -128,7 +146,11 @@ def read_signature(
         for timer in families
         if timer._attached_callback is not None  # Beam has validated that there is one
     )
-    return Signature(cells, tuple(_author_name(t) for t in families), process, callbacks)
+    domains: tuple[TimerDomain, ...] = tuple(
+        "event" if timer.time_domain == TimeDomain.WATERMARK else "processing" for timer in families
+    )
+    names = tuple(_author_name(timer) for timer in families)
+    return Signature(cells, names, domains, process, callbacks)
 
 
 def _refuse(found: str, way_out: str, cause: BaseException | None = None) -> NoReturn:
@@ -149,7 +171,10 @@ def _cell(dofn: str, spec: userstate.StateSpec) -> AuthorCell:
             f"does not save (it saves {supported})",
             "keep the value in a ReadModifyWriteStateSpec or a BagStateSpec",
         )
-    return AuthorCell(spec.name, kind, spec)
+    coder, combine_fn = spec.coder, getattr(spec, "combine_fn", None)
+    if kind == "ordered_list":
+        coder = coders.TupleCoder((coders.VarIntCoder(), coder))
+    return AuthorCell(spec.name, kind, spec, coder, combine_fn)
 
 
 def _call(
@@ -166,8 +191,11 @@ def _call(
     with_default = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
     asked: dict[str, list[Any]] = {
         kind: []
-        for kind in ("states", "timers", "element", "key", "timestamp", "window", "tag", "static")
-    }
+        for kind in (
+            "states", "timers", "element", "key", "timestamp", "window", "tag", "pane", "windowed",
+            "contexts", "static",
+        )
+    }  # fmt: skip
     in_process = args is not None
     positional = [n for n in names if n not in with_default]
     if in_process and beam.DoFn.ElementParam not in defaults:
@@ -198,6 +226,12 @@ def _call(
             asked["window"].append(name)
         elif param == beam.DoFn.DynamicTimerTagParam:
             asked["tag"].append(name)
+        elif in_process and param == beam.DoFn.PaneInfoParam:
+            asked["pane"].append(name)
+        elif in_process and param == beam.DoFn.WindowedValueParam:
+            asked["windowed"].append(name)
+        elif in_process and isinstance(param, _CONTEXTS):
+            asked["contexts"].append((name, param))
         else:
             _refuse_param(where, name, param)
             positional.append(name)

@@ -19,9 +19,14 @@ from typing import Any
 import apache_beam as beam
 from apache_beam.coders.typecoders import registry
 from apache_beam.options.pipeline_options import PipelineOptions
-from apache_beam.transforms.window import BoundedWindow, GlobalWindows, TimestampedValue
+from apache_beam.transforms.window import (
+    BoundedWindow,
+    GlobalWindows,
+    TimestampedValue,
+    WindowFn,
+)
 from apache_beam.typehints.native_type_compatibility import convert_to_beam_type
-from apache_beam.utils.timestamp import Timestamp
+from apache_beam.utils.timestamp import Duration, Timestamp
 
 from beam_ckpt.sidecar import read_chain
 from beam_ckpt.store import CheckpointStore
@@ -31,6 +36,7 @@ from beam_ckpt.testing.replay import ReadReplay, ReplayLog
 from beam_ckpt.testing.streams import Element, StreamPlan
 from beam_ckpt.transforms import CheckpointedParDo
 from beam_ckpt.transforms.columns import CellState, OperatorState
+from beam_ckpt.transforms.restore import is_over, left_over
 from beam_ckpt.transforms.signature import read_signature
 
 __all__ = ["Run", "run_checkpointed", "run_plain", "saved_state"]
@@ -82,6 +88,8 @@ def run_checkpointed(
     tags: Sequence[str] = (),
     input_type: Any = tuple[str, int],
     options: Sequence[str] = (),
+    window_fn: Any = None,
+    lateness: int = 0,
     **settings: Any,
 ) -> Run:
     """Runs `fn` in a `CheckpointedParDo` over `source` and waits for the end.
@@ -96,10 +104,12 @@ def run_checkpointed(
         tags: Tagged outputs to collect beside the main one.
         input_type: Type hint of the input.
         options: More pipeline options, as on a command line.
+        window_fn: Windows of the input; the global one by default.
+        lateness: Allowed lateness of the windows, microseconds.
         **settings: Of `CheckpointedParDo`.
     """
     transform = CheckpointedParDo(fn, uid=uid, store=store, **settings)
-    return _run(transform, source, runner, tags, input_type, options)
+    return _run(transform, source, runner, tags, input_type, options, window_fn, lateness)
 
 
 def run_plain(
@@ -110,9 +120,11 @@ def run_plain(
     tags: Sequence[str] = (),
     input_type: Any = tuple[str, int],
     options: Sequence[str] = (),
+    window_fn: Any = None,
+    lateness: int = 0,
 ) -> Run:
     """The same with a plain `beam.ParDo`."""
-    return _run(beam.ParDo(fn), source, runner, tags, input_type, options)
+    return _run(beam.ParDo(fn), source, runner, tags, input_type, options, window_fn, lateness)
 
 
 def _run(
@@ -122,6 +134,8 @@ def _run(
     tags: Sequence[str],
     input_type: Any,
     options: Sequence[str],
+    window_fn: Any,
+    lateness: int,
 ) -> Run:
     collection = uuid.uuid4().hex
     collected = _COLLECTED[collection] = []
@@ -137,6 +151,8 @@ def _run(
             elements = pipeline | ReadReplay(source)
         else:
             elements = pipeline | beam.Create(list(source), reshuffle=False) | beam.Map(_stamp)
+        if window_fn is not None:
+            elements |= beam.WindowInto(window_fn, allowed_lateness=Duration(micros=lateness))
         typed = elements | "Typed" >> beam.Map(_same).with_output_types(input_type)
         if tags:
             outputs = typed | "Subject" >> transform.with_outputs(*tags, main="main")
@@ -171,6 +187,8 @@ def saved_state(
     uid: str = "subject",
     input_type: Any = tuple[str, int],
     output_type: Any = None,
+    window_fn: Any = None,
+    lateness: int = 0,
 ) -> dict[tuple[Hashable, BoundedWindow], KeyedCells]:
     """The state in a checkpoint, decoded with the coders of `fn`, as the oracle has it.
 
@@ -181,12 +199,16 @@ def saved_state(
         uid: Of the operator.
         input_type: Type hint of the operator's input.
         output_type: Type hint of its main output, for carried outputs; by default that of `fn`.
+        window_fn: Windows of the input; the global one by default. State of windows that are over
+            is left out.
+        lateness: Allowed lateness of the windows, microseconds.
     """
     manifest = store.load_latest() if checkpoint_id is None else store.load_by_id(checkpoint_id)
     assert manifest is not None
     signature = read_signature(fn)
     coder = _coder(input_type)
-    window_coder = GlobalWindows().get_window_coder()
+    window_fn = window_fn or GlobalWindows()
+    window_coder = window_fn.get_window_coder()
     operator = OperatorState(
         uid,
         coder.key_coder(),
@@ -204,17 +226,19 @@ def saved_state(
             key = operator.key_coder.decode(record.key)
             window = window_coder.decode(record.window)
             boundary = manifest.boundary
+            if is_over(window, boundary, lateness):
+                left = left_over(record, boundary)
+                if left is None:
+                    continue
+                record = left
             state[key, window] = KeyedCells(
                 cells=dict(_cells(signature.cells, record.cells)),
                 timers={(f"ts-{timer.family}", timer.tag): timer.fire for timer in record.timers},
                 carried=tuple(
-                    Output(
-                        output.tag,
-                        _coder(output_types.get(output.tag, Any)).decode(output.value),
-                        output.timestamp,
-                        window,
-                    )
+                    Output(output.tag, value, output.timestamp, own_window)
                     for output in record.carried
+                    for value in [_coder(output_types.get(output.tag, Any)).decode(output.value)]
+                    for own_window in _windows(output, value, window_fn, window_coder)
                     if boundary is not None and output.timestamp >= boundary
                 ),
             )
@@ -230,9 +254,18 @@ def _cells(cells: Iterable[Any], saved: Iterable[Any]) -> Iterator[tuple[str, An
         if value is None or value == ():
             continue
         decode = cell.coder.decode
-        if cell.kind == "read_modify_write":
+        if cell.kind in ("read_modify_write", "combining"):
             yield cell.name, decode(value)
-        elif cell.kind == "bag":
+        elif cell.kind in ("bag", "ordered_list"):
             yield cell.name, [decode(item) for item in value]
         else:
             yield cell.name, frozenset(decode(item) for item in value)
+
+
+def _windows(output: Any, value: Any, window_fn: Any, window_coder: Any) -> Iterable[Any]:
+    """Of a carried output: its own, or those that Beam assigns from its time."""
+    if output.window:
+        return [window_coder.decode(output.window)]
+    context = WindowFn.AssignContext(Timestamp(micros=output.timestamp), value)
+    windows: Iterable[Any] = window_fn.assign(context)
+    return windows

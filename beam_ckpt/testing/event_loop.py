@@ -53,7 +53,13 @@ from apache_beam.coders.typecoders import registry
 from apache_beam.pvalue import TaggedOutput
 from apache_beam.transforms import core, userstate
 from apache_beam.transforms.timeutil import TimeDomain
-from apache_beam.transforms.window import BoundedWindow, GlobalWindow, TimestampedValue
+from apache_beam.transforms.window import (
+    BoundedWindow,
+    GlobalWindow,
+    GlobalWindows,
+    TimestampedValue,
+    WindowFn,
+)
 from apache_beam.typehints import Any as AnyType
 from apache_beam.utils.timestamp import Timestamp, TimestampTypes
 from apache_beam.utils.windowed_value import PANE_INFO_UNKNOWN, WindowedValue
@@ -201,6 +207,8 @@ def run_event_loop(
     args: Sequence[object] = (),
     kwargs: Mapping[str, object] | None = None,
     value_coder: Coder | None = None,
+    window_fn: WindowFn | None = None,
+    lateness: int = 0,
     max_firings: int = _MAX_FIRINGS,
 ) -> LoopResult:
     """Runs a stateful DoFn over a data set in strict event-time order.
@@ -219,6 +227,11 @@ def run_event_loop(
         kwargs: Extra keyword arguments of `process`.
         value_coder: Gives elements of one millisecond their order. The default is the coder of
             the DoFn's input type hint, as Beam would infer it; without a hint the one for Any.
+        window_fn: Assigns elements to windows; the global one by default. Each window of an element
+            has its state. A timer set beyond the end of its window fires at that end, with the time
+            it was set to; one set there beyond the end never does. State of a window that is over
+            at the cut is gone, but for its carried outputs.
+        lateness: How long after its end a window is kept, in microseconds.
         max_firings: How many timers of one key may fire with no element between them.
 
     Returns:
@@ -244,7 +257,7 @@ def run_event_loop(
     user = copy.deepcopy(fn)
     author = _Author(user, args, dict(kwargs or {}))
     coder = value_coder if value_coder is not None else _input_value_coder(user)
-    window: BoundedWindow = GlobalWindow()
+    windowing = _Windowing(window_fn or GlobalWindows(), lateness)
 
     queues: dict[tuple[Hashable, BoundedWindow], list[tuple[int, bytes]]] = {}
     for slot_id in restored or ():
@@ -255,7 +268,8 @@ def run_event_loop(
         if boundary is not None and time < boundary:
             dropped += 1
         elif until is None or time < until:
-            queues.setdefault((key, window), []).append((time, coder.encode(value)))
+            for window in windowing.assign(time, (key, value)):
+                queues.setdefault((key, window), []).append((time, coder.encode(value)))
 
     outputs: list[Output] = []
     left: dict[tuple[Hashable, BoundedWindow], KeyedCells] = {}
@@ -263,18 +277,35 @@ def run_event_loop(
     try:
         user.start_bundle()
         for (key, window), queue in queues.items():
-            slot = _Slot(author, key, window, until, outputs)
+            slot = _Slot(author, key, window, until, outputs, windowing)
             if restored is not None and (key, window) in restored:
                 slot.restore(restored[key, window])
             slot.run(sorted(queue), coder, max_firings)
             kept = slot.save()
             if kept != KeyedCells():
                 left[key, window] = kept
-        outputs.extend(_bundle_outputs(user.finish_bundle()))
+        outputs.extend(_bundle_outputs(user.finish_bundle(), windowing))
     finally:
         user.teardown()
         author.teardown()
     return LoopResult(outputs, LoopState(left, until), dropped)
+
+
+class _Windowing:
+    """The input's windows, and when each is over."""
+
+    def __init__(self, window_fn: WindowFn, lateness: int) -> None:
+        self._window_fn, self._lateness = window_fn, lateness
+
+    def assign(self, time: int, value: object) -> Iterable[BoundedWindow]:
+        context = WindowFn.AssignContext(Timestamp(micros=time), value)
+        return self._window_fn.assign(context)
+
+    def expiry(self, window: BoundedWindow) -> int | None:
+        """The last moment of a window, lateness included; None for the global one."""
+        if window == GlobalWindow():
+            return None
+        return (int(window.max_timestamp().micros) + self._lateness) // _MS * _MS
 
 
 # ------------------------------------------------------------------------------------ one key
@@ -290,7 +321,11 @@ class _Slot:
         window: BoundedWindow,
         until: int | None,
         outputs: list[Output],
+        windowing: _Windowing,
     ) -> None:
+        self.windowing = windowing
+        self.expiry = windowing.expiry(window)
+        self.closing = False
         self.author = author
         self.key = key
         self.window = window
@@ -304,7 +339,7 @@ class _Slot:
         """Works through `queue` (sorted) and the timers, to the cut or until nothing is left."""
         at, firings = 0, 0
         while True:
-            due = min(((time, *name) for name, time in self.timers.items()), default=None)
+            due = min(((self.due(t), *name) for name, t in self.timers.items()), default=None)
             if due is not None and self.until is not None and due[0] >= self.until:
                 due = None
             if due is not None and (at == len(queue) or due[0] <= queue[at][0]):
@@ -315,10 +350,12 @@ class _Slot:
                         f"last one {due[1]!r} (tag {due[2]!r}) at {due[0]} µs: {self.author.name} "
                         "sets timers without end. Let its callback stop, or give an until."
                     )
-                time, family, tag = due
-                del self.timers[family, tag]
+                _, family, tag = due
+                time = self.timers.pop((family, tag))
                 call = _Call(self, time, tag=tag)
+                self.closing = self.expiry is not None and time > self.expiry
                 self.emit(self.author.callbacks[family](call), time)
+                self.closing = False
             elif at < len(queue):
                 time, encoded = queue[at]
                 at, firings = at + 1, 0
@@ -326,6 +363,10 @@ class _Slot:
                 self.emit(self.author.process(call), time)
             else:
                 return
+
+    def due(self, time: int) -> int:
+        """When a timer fires: at its time, or at the end of the window."""
+        return time if self.expiry is None else min(time, self.expiry)
 
     def emit(self, results: object, time: int) -> None:
         """Takes what a method of the author's returned; lazily, as Beam does."""
@@ -335,7 +376,7 @@ class _Slot:
                 f"outputs; Beam refuses that. Yield {results!r} or return it in a list."
             )
         for result in cast(Iterable[object], results or ()):
-            for output in _outputs_of(result, time, self.window):
+            for output in _outputs_of(result, time, self.window, self.windowing):
                 self.put(output)
 
     def put(self, output: Output) -> None:
@@ -364,11 +405,16 @@ class _Slot:
             self.put(output)
 
     def save(self) -> KeyedCells:
+        over = self.expiry is not None and (self.until is None or self.expiry < self.until)
+        if over:
+            return KeyedCells(carried=tuple(self.carried))
         saved = {name: cell._save() for name, cell in self.cells.items() if not cell._empty()}
         return KeyedCells(saved, dict(self.timers), tuple(self.carried))
 
 
-def _outputs_of(result: object, time: int, window: BoundedWindow) -> Iterator[Output]:
+def _outputs_of(
+    result: object, time: int, window: BoundedWindow, windowing: _Windowing
+) -> Iterator[Output]:
     tag = None
     if isinstance(result, TaggedOutput):
         tag, result = result.tag, result.value
@@ -378,12 +424,14 @@ def _outputs_of(result: object, time: int, window: BoundedWindow) -> Iterator[Ou
         for own_window in result.windows:
             yield Output(tag, result.value, result.timestamp.micros, own_window)
     elif isinstance(result, TimestampedValue):
-        yield Output(tag, result.value, Timestamp.of(result.timestamp).micros, window)
+        at = int(Timestamp.of(result.timestamp).micros)
+        for own_window in windowing.assign(at, result.value):
+            yield Output(tag, result.value, at, own_window)
     else:
         yield Output(tag, result, time, window)
 
 
-def _bundle_outputs(results: Iterable[object] | None) -> Iterator[Output]:
+def _bundle_outputs(results: Iterable[object] | None, windowing: _Windowing) -> Iterator[Output]:
     """Outputs of `finish_bundle`, which belong to no key and are therefore never carried."""
     for result in results or ():
         value = result.value if isinstance(result, TaggedOutput) else result
@@ -391,7 +439,7 @@ def _bundle_outputs(results: Iterable[object] | None) -> Iterator[Output]:
             raise TypeError(
                 f"finish_bundle gave {value!r}; Beam takes a WindowedValue there and nothing else."
             )
-        yield from _outputs_of(result, 0, GlobalWindow())
+        yield from _outputs_of(result, 0, GlobalWindow(), windowing)
 
 
 # ------------------------------------------------------------------------- the author's methods
@@ -526,7 +574,7 @@ class _Author:
             return lambda call: call.slot.cells[cell]
         if isinstance(default, core._TimerDoFnParam):
             family = default.timer_spec.name
-            return lambda call: _Timer(family, call.slot.timers)
+            return lambda call: _Timer(family, call.slot)
         asked = str(getattr(default, "param_id", "BundleFinalizerParam"))
         if asked in known:
             return known[asked]
@@ -551,12 +599,15 @@ def _input_value_coder(fn: core.DoFn) -> Coder:
 class _Timer:
     """The author's handle on a family of timers: writes into the key's pending timers."""
 
-    def __init__(self, family: str, pending: dict[tuple[str, str], int]) -> None:
+    def __init__(self, family: str, slot: _Slot) -> None:
         self._family = family
-        self._pending = pending
+        self._slot = slot
+        self._pending = slot.timers
 
     def set(self, timestamp: TimestampTypes, dynamic_timer_tag: str = "") -> None:
         time = Timestamp.of(timestamp).micros
+        if self._slot.closing and self._slot.expiry is not None and time > self._slot.expiry:
+            return
         self._pending[self._family, dynamic_timer_tag] = time // _MS * _MS
 
     def clear(self, dynamic_timer_tag: str = "") -> None:

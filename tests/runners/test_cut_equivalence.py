@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
+from apache_beam.transforms.window import FixedWindows, Sessions, SlidingWindows, WindowFn
 from hypothesis import Phase, given, note, settings
 from hypothesis import strategies as st
 
@@ -27,9 +28,17 @@ from beam_ckpt.testing.strategies import (
     stream_plans,
 )
 from beam_ckpt.testing.streams import StreamPlan
-from beam_ckpt.testing.subjects import ORDER_FREE, ORDERED, TAGS, Subject
+from beam_ckpt.testing.subjects import MORE_CELLS, ORDER_FREE, ORDERED, TAGS, Subject
 
-SUBJECTS = (*ORDER_FREE, *ORDERED)
+SUBJECTS = (*ORDER_FREE, *ORDERED, *MORE_CELLS)
+# The global window most of the time: the rest of the state is kept in it.
+WINDOWS = (
+    *[None] * 5,
+    FixedWindows(60),
+    FixedWindows(37, 5),
+    SlidingWindows(90, 45),
+    Sessions(30),
+)
 FEW = settings(max_examples=20, derandomize=True)
 MANY = settings(max_examples=200, derandomize=True)
 # A pipeline takes the better part of a second on Prism, so its examples are few, not the least
@@ -75,6 +84,12 @@ class History:
     cuts: tuple[int, ...]
     key_groups: tuple[int, ...]
     every: int | None
+    window_fn: WindowFn | None
+    lateness: int
+
+    @property
+    def windowing(self):
+        return {"window_fn": self.window_fn, "lateness": self.lateness}
 
 
 @st.composite
@@ -96,7 +111,9 @@ def histories(
     every = draw(st.one_of(st.none(), intervals()))
     if every is not None and every < 50_000_000:
         every = 50_000_000  # Shorter ones make many wake-ups and show nothing more.
-    return History(subject, data, source, boundaries, groups, every)
+    window_fn = draw(st.sampled_from(WINDOWS))
+    lateness = draw(st.sampled_from([0, 45_000_000]))
+    return History(subject, data, source, boundaries, groups, every, window_fn, lateness)
 
 
 def comparable(state):
@@ -123,6 +140,7 @@ def run(history: History, runner: str, store, key_groups: int, **settings):
         tags=TAGS,
         time_sorted=history.subject.time_sorted,
         key_groups=key_groups,
+        **history.windowing,
         **settings,
     )
 
@@ -149,13 +167,19 @@ def check_restarts(history: History, runner: str) -> None:
                 every = None
             part = run(history, runner, store, key_groups, until=until, every=every)
             outputs += part.outputs
-            expected = run_event_loop(subject.fn, data, until=cut, restored=reference)
+            expected = run_event_loop(
+                subject.fn, data, until=cut, restored=reference, **history.windowing
+            )
             reference = expected.state
             note(f"cut {cut}: {len(part.outputs)} outputs, {part.metrics}")
-            assert comparable(saved_state(store, subject.fn)) == comparable(expected.state)
+            assert comparable(saved_state(store, subject.fn, **history.windowing)) == comparable(
+                expected.state
+            )
             assert store.load_latest().boundary == cut
             assert canonical(part.outputs) == canonical(expected.outputs)
-        assert canonical(outputs) == canonical(run_event_loop(subject.fn, data).outputs)
+        assert canonical(outputs) == canonical(
+            run_event_loop(subject.fn, data, **history.windowing).outputs
+        )
 
 
 def check_epochs(history: History, runner: str, every: int, pick: int) -> None:
@@ -165,23 +189,26 @@ def check_epochs(history: History, runner: str, every: int, pick: int) -> None:
         settings = {"every": every / 1_000_000, "keep": 10_000}
         first, *_, last = history.key_groups
         whole = run(history, runner, store, first, **settings)
-        loop = run_event_loop(subject.fn, data)
+        loop = run_event_loop(subject.fn, data, **history.windowing)
         assert canonical(whole.outputs) == canonical(loop.outputs)
         ids = store.list_ids()
         for checkpoint_id in ids:
             manifest = store.load_by_id(checkpoint_id)
             assert manifest.durable_phase == "finalized"
-            at_cut = run_event_loop(subject.fn, data, until=manifest.boundary)
-            saved = saved_state(store, subject.fn, checkpoint_id=checkpoint_id)
+            at_cut = run_event_loop(subject.fn, data, until=manifest.boundary, **history.windowing)
+            saved = saved_state(store, subject.fn, checkpoint_id=checkpoint_id, **history.windowing)
             assert comparable(saved) == comparable(at_cut.state), manifest.boundary
         dated = [i for i in ids if store.load_by_id(i).boundary is not None]
         if not dated:
             return
         chosen = dated[pick % len(dated)]
-        before = run_event_loop(subject.fn, data, until=store.load_by_id(chosen).boundary)
+        before = run_event_loop(
+            subject.fn, data, until=store.load_by_id(chosen).boundary, **history.windowing
+        )
         rest = run(history, runner, store, last, restore=chosen, **settings)
         assert canonical(before.outputs + rest.outputs) == canonical(loop.outputs)
-        assert comparable(saved_state(store, subject.fn)) == comparable(loop.state)
+        saved = saved_state(store, subject.fn, **history.windowing)
+        assert comparable(saved) == comparable(loop.state)
 
 
 @st.composite
@@ -262,6 +289,7 @@ def test_the_strategies_reach_what_they_are_for():
         if history.source.elements != sorted(history.source.elements):
             seen.add("disorder")
         seen.add(history.subject.name)
+        seen.add(type(history.window_fn).__name__)
 
     look()
     assert {
@@ -269,5 +297,9 @@ def test_the_strategies_reach_what_they_are_for():
         "several keys",
         "another number of key groups",
         "disorder",
+        "NoneType",
+        "FixedWindows",
+        "SlidingWindows",
+        "Sessions",
     } <= seen
     assert {subject.name for subject in SUBJECTS} <= seen

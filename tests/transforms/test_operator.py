@@ -86,7 +86,7 @@ class Key:
 
     def fire(self, micros):
         return lambda: self.operator.on_clock(
-            "k", micros, GlobalWindow(), self.control, self.buffer, self.clock, self.growing
+            "k", micros, GlobalWindow(), self.control, self.buffer, (*self.growing, self.clock)
         )
 
     def record(self):

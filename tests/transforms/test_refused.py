@@ -10,13 +10,10 @@ from apache_beam.coders import PickleCoder, VarIntCoder
 from apache_beam.transforms.timeutil import TimeDomain
 from apache_beam.transforms.userstate import (
     BagStateSpec,
-    CombiningValueStateSpec,
-    OrderedListStateSpec,
     ReadModifyWriteStateSpec,
     TimerSpec,
     on_timer,
 )
-from apache_beam.transforms.window import FixedWindows
 
 from beam_ckpt import errors, open_store
 from beam_ckpt.testing.cuts import run_checkpointed
@@ -37,31 +34,6 @@ class StatelessFn(beam.DoFn):
         yield element
 
 
-class CombiningFn(beam.DoFn):
-    TOTAL = CombiningValueStateSpec("total", combine_fn=sum)
-
-    def process(self, element, total=beam.DoFn.StateParam(TOTAL)):
-        total.add(element[1])
-
-
-class OrderedFn(beam.DoFn):
-    HISTORY = OrderedListStateSpec("history", VarIntCoder())
-
-    def process(self, element, history=beam.DoFn.StateParam(HISTORY)):
-        yield element
-
-
-class ProcessingTimeFn(beam.DoFn):
-    SOON = TimerSpec("soon", TimeDomain.REAL_TIME)
-
-    def process(self, element, soon=beam.DoFn.TimerParam(SOON)):
-        soon.set(1)
-
-    @on_timer(SOON)
-    def on_soon(self):
-        return []
-
-
 class NoCallbackFn(beam.DoFn):
     NEVER = TimerSpec("never", TimeDomain.WATERMARK)
 
@@ -69,9 +41,15 @@ class NoCallbackFn(beam.DoFn):
         never.set(1)
 
 
-class PaneFn(beam.DoFn):
-    def process(self, element, count=beam.DoFn.StateParam(COUNT), pane=beam.DoFn.PaneInfoParam):
-        yield element
+class PaneInCallbackFn(beam.DoFn):
+    SOON = TimerSpec("soon", TimeDomain.WATERMARK)
+
+    def process(self, element, soon=beam.DoFn.TimerParam(SOON)):
+        soon.set(1)
+
+    @on_timer(SOON)
+    def on_soon(self, pane=beam.DoFn.PaneInfoParam):
+        return []
 
 
 class FinalizerFn(beam.DoFn):
@@ -101,7 +79,6 @@ def apply(
     fn: Any = None,
     *args: Any,
     input_type: Any = tuple[str, int],
-    window: Any = None,
     elements: Any = (("a", 1),),
     **settings: Any,
 ) -> None:
@@ -110,19 +87,21 @@ def apply(
     settings.setdefault("uid", "op")
     pipeline = beam.Pipeline(runner="FnApiRunner")
     pcoll = pipeline | beam.Create(elements) | beam.Map(lambda x: x).with_output_types(input_type)
-    if window is not None:
-        pcoll |= beam.WindowInto(window)
     _ = pcoll | CheckpointedParDo(fn or CountFn(), *args, **settings)
 
 
 REFUSED = {
     "a DoFn without state": ((StatelessFn(),), {}, "no state and no timers.*ParDo is enough"),
     "a class instead of an instance": ((CountFn,), {}, "is not a DoFn.*an instance"),
-    "a combining cell": ((CombiningFn(),), {}, "'total' is a CombiningValueStateSpec"),
-    "an ordered list": ((OrderedFn(),), {}, "'history' is a OrderedListStateSpec"),
-    "a processing-time timer": ((ProcessingTimeFn(),), {}, "'soon' is a processing-time timer"),
     "a timer without a callback": ((NoCallbackFn(),), {}, "Beam refuses NoCallbackFn"),
-    "pane info": ((PaneFn(),), {}, "PaneFn.process asks for DoFn.PaneInfoParam"),
+    "the pane in a timer callback": ((PaneInCallbackFn(),), {}, "on_soon asks for.*PaneInfo"),
+    "time_sorted where nothing waits": (
+        (),
+        {"time_sorted": True, "alignment": "at_least_once"},
+        "time_sorted=True, for which elements wait.*one of the two",
+    ),
+    "an unknown alignment": ((), {"alignment": "exactly"}, "alignment='exactly' is not known"),
+    "an unknown late": ((), {"late": "keep"}, "late='keep' is not known"),
     "a bundle finalizer": ((FinalizerFn(),), {}, "BundleFinalizerParam"),
     "a keyword-only parameter": ((KeywordOnlyFn(),), {}, "'count' by keyword only"),
     "a missing argument": ((ExtraFn(),), {}, "needs an argument 'factor'"),
@@ -144,7 +123,6 @@ REFUSED = {
     "float keys": ((), {"input_type": tuple[float, int]}, "hold floats.*NaN"),
     "float parts of keys": ((), {"input_type": tuple[tuple[str, float], int]}, "hold floats"),
     "list keys": ((), {"input_type": tuple[list[int], int]}, "lists or maps.*key by tuples"),
-    "windows": ((), {"window": FixedWindows(60)}, "is windowed.*event-time timer"),
     "an interval of nothing": ((), {"every": 0}, "every=0 is no interval"),
     "a negative interval": ((), {"every": -5}, "every=-5 is no interval"),
     "an interval below a millisecond": ((), {"every": 0.0005}, "no whole number of millisec"),

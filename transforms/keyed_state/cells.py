@@ -6,7 +6,9 @@ written is a value: changing the Python object afterwards changes nothing, on an
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from apache_beam.transforms import userstate
@@ -18,38 +20,33 @@ from beam_ckpt.transforms.keyed_state.control import SPILLED
 if TYPE_CHECKING:
     from beam_ckpt.transforms.keyed_state.key import KeyState
 
-__all__ = ["BagCell", "ReadModifyWriteCell", "SetCell", "TimerCell"]
+__all__ = [
+    "BagCell",
+    "CombiningCell",
+    "OrderedListCell",
+    "ReadModifyWriteCell",
+    "SetCell",
+    "TimerCell",
+    "WallTimerCell",
+]
 
 _UNREAD = object()
 # Instances of exactly these types cannot change under us, so encoding them can wait.
 _IMMUTABLE = frozenset({int, str, bytes, float, bool, type(None), complex})
 
 
-class ReadModifyWriteCell(userstate.ReadModifyWriteRuntimeState):
+class _PackedCell:
     """A value packed in the key's one cell: decoded at the first read, encoded once per bundle."""
 
     __slots__ = ("_coder", "_encoded", "_index", "_key", "_value")
+
+    #: As `encoded` gives it of an empty cell.
+    nothing = None
 
     def __init__(self, key: KeyState, index: int, coder: Any) -> None:
         self._key, self._index, self._coder = key, index, coder
         self._encoded: bytes | object | None = key.control.values[index]
         self._value: Any = None if self._encoded is None else _UNREAD
-
-    def read(self) -> Any:
-        value = self._value
-        if value is _UNREAD:
-            encoded = self.encoded()
-            value = self._coder.decode(encoded)
-            if type(value) in _IMMUTABLE:
-                self._value = value
-        return value
-
-    def write(self, value: Any) -> None:
-        if type(value) in _IMMUTABLE:
-            self._value, self._encoded = value, _UNREAD
-        else:
-            self._value, self._encoded = _UNREAD, self._coder.encode(value)
-        self._key.changed = True
 
     def clear(self) -> None:
         if self._encoded is not None:
@@ -75,10 +72,69 @@ class ReadModifyWriteCell(userstate.ReadModifyWriteRuntimeState):
         self._value = None if encoded is None else _UNREAD
 
 
+class ReadModifyWriteCell(_PackedCell, userstate.ReadModifyWriteRuntimeState):
+    """The author's value."""
+
+    __slots__ = ()
+
+    def read(self) -> Any:
+        value = self._value
+        if value is _UNREAD:
+            encoded = self.encoded()
+            value = self._coder.decode(encoded)
+            if type(value) in _IMMUTABLE:
+                self._value = value
+        return value
+
+    def write(self, value: Any) -> None:
+        if type(value) in _IMMUTABLE:
+            self._value, self._encoded = value, _UNREAD
+        else:
+            self._value, self._encoded = _UNREAD, self._coder.encode(value)
+        self._key.changed = True
+
+
+class CombiningCell(_PackedCell, userstate.CombiningValueRuntimeState):
+    """The author's combining value; what is kept and saved is its accumulator.
+
+    An empty cell reads as what the CombineFn makes of nothing. (Beam's own cell merges an empty
+    list of accumulators, which `MeanCombineFn` and others do not survive.)
+    """
+
+    __slots__ = ("_combine_fn",)
+
+    def __init__(self, key: KeyState, index: int, coder: Any, combine_fn: Any) -> None:
+        super().__init__(key, index, coder)
+        self._combine_fn = combine_fn
+
+    def _accumulator(self) -> Any:
+        if self._encoded is None:
+            return self._combine_fn.create_accumulator()
+        if self._value is _UNREAD:
+            self._value = self._coder.decode(self.encoded())
+        return self._value
+
+    def add(self, value: Any) -> None:
+        self._value = self._combine_fn.add_input(self._accumulator(), value)
+        self._encoded = _UNREAD
+        self._key.changed = True
+
+    def read(self) -> Any:
+        accumulator = self._accumulator()
+        output = self._combine_fn.extract_output(accumulator)
+        if output is accumulator and type(output) not in _IMMUTABLE and self._encoded is not None:
+            # The author has it now; the cell goes on from its bytes.
+            self.encoded()
+            self._value = _UNREAD
+        return output
+
+
 class _GrowingCell:
     """What bags and sets share: the runner's own cell, and a bit: it may hold something."""
 
     __slots__ = ("_bit", "_cell", "_coder", "_key")
+
+    nothing = ()
 
     def __init__(self, key: KeyState, bit: int, cell: Any, coder: Any) -> None:
         self._key, self._bit, self._cell, self._coder = key, bit, cell, coder
@@ -135,6 +191,84 @@ class SetCell(_GrowingCell, userstate.SetRuntimeState):
         return tuple(sorted(super().encoded()))
 
 
+class OrderedListCell(_GrowingCell, userstate.OrderedListRuntimeState):
+    """The author's ordered list, kept as a bag of (microseconds, value), which every runner has.
+
+    A read takes all of it from the runner, once in a bundle; what has one time stays in the order
+    in which it was added.
+    """
+
+    __slots__ = ("_items", "_stale")
+
+    def __init__(self, key: KeyState, bit: int, cell: Any, coder: Any) -> None:
+        super().__init__(key, bit, cell, coder)
+        self._items: list[tuple[int, Any]] | None = None
+        self._stale = False
+
+    def _all(self) -> list[tuple[int, Any]]:
+        if self._items is None:
+            filled = self._key.control.filled & self._bit
+            self._items = sorted(self._cell.read(), key=_TIME) if filled else []
+        return self._items
+
+    def _range(self, low: Any, limit: Any) -> tuple[int, int]:
+        items = self._all()
+        first = bisect.bisect_left(items, Timestamp.of(low).micros, key=_TIME)
+        return first, max(first, bisect.bisect_left(items, Timestamp.of(limit).micros, key=_TIME))
+
+    def add(self, elem: tuple[Any, Any]) -> None:
+        timestamp, value = elem
+        item = (Timestamp.of(timestamp).micros, value)
+        if self._items is not None:
+            bisect.insort_right(self._items, item, key=_TIME)
+        if not self._stale:
+            self._cell.add(item)
+        self._key.control.filled |= self._bit
+        self._key.changed = True
+
+    def read(self) -> list[tuple[Timestamp, Any]]:
+        return [(Timestamp(micros=at), value) for at, value in self._all()]
+
+    def read_range(self, min_timestamp: Any, limit_timestamp: Any) -> list[tuple[Timestamp, Any]]:
+        first, limit = self._range(min_timestamp, limit_timestamp)
+        return [(Timestamp(micros=at), value) for at, value in self._all()[first:limit]]
+
+    def clear_range(self, min_timestamp: Any, limit_timestamp: Any) -> None:
+        first, limit = self._range(min_timestamp, limit_timestamp)
+        if first < limit:
+            items = self._all()
+            del items[first:limit]
+            self._stale = True
+            self._key.changed = True
+            if not items:
+                self._key.control.filled &= ~self._bit
+
+    def clear(self) -> None:
+        super().clear()
+        self._items, self._stale = [], False
+
+    def flush(self) -> None:
+        """Writes back what `clear_range` left."""
+        if self._stale:
+            self._cell.clear()
+            for item in self._all():
+                self._cell.add(item)
+            self._stale = False
+
+    def encoded(self) -> tuple[bytes, ...]:
+        items = self._all()
+        if not items:
+            self._key.control.filled &= ~self._bit
+        return tuple(self._coder.encode(item) for item in items)
+
+    def restore(self, encoded: Iterable[bytes]) -> None:
+        super().restore(encoded)
+        self._items = None
+
+
+_TIME = itemgetter(0)
+
+
 class TimerCell(userstate.BaseTimer):
     """The author's event-time timer: a line in the key's memory; the runner knows one clock only.
 
@@ -148,9 +282,33 @@ class TimerCell(userstate.BaseTimer):
 
     def set(self, timestamp: Any, dynamic_timer_tag: str = "") -> None:
         micros = Timestamp.of(timestamp).micros
-        self._key.control.timers[(self._family, dynamic_timer_tag)] = micros - micros % MS
-        self._key.changed = True
+        key = self._key
+        if key.closing and micros > key.expiry:
+            return
+        key.control.timers[(self._family, dynamic_timer_tag)] = micros - micros % MS
+        key.changed = True
 
     def clear(self, dynamic_timer_tag: str = "") -> None:
         if self._key.control.timers.pop((self._family, dynamic_timer_tag), None) is not None:
+            self._key.changed = True
+
+
+class WallTimerCell(userstate.BaseTimer):
+    """The author's processing-time timer: the runner's own, and noted to be saved with the key.
+
+    All families share one of the runner's, by dynamic tags.
+    """
+
+    __slots__ = ("_family", "_key")
+
+    def __init__(self, key: KeyState, family: int) -> None:
+        self._key, self._family = key, family
+
+    def set(self, timestamp: Any, dynamic_timer_tag: str = "") -> None:
+        micros = Timestamp.of(timestamp).micros
+        self._key.set_wall_timer(self._family, dynamic_timer_tag, micros - micros % MS)
+        self._key.changed = True
+
+    def clear(self, dynamic_timer_tag: str = "") -> None:
+        if self._key.clear_wall_timer(self._family, dynamic_timer_tag):
             self._key.changed = True

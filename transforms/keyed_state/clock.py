@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BEFORE_ALL", "DRAINED", "GATE", "MS", "Epochs"]
+__all__ = ["BEFORE_ALL", "DRAINED", "GATE", "MS", "NO_EXPIRY", "Epochs"]
 
 MS = 1_000
 #: Below every timestamp; Beam's MIN_TIMESTAMP is this, truncated to milliseconds.
@@ -19,6 +19,8 @@ GATE = BEFORE_ALL + MS
 #: (`GlobalWindow().max_timestamp()` is one day below MAX_TIMESTAMP.)
 _GLOBAL_WINDOW_END = 9_223_371_950_454_774_000
 DRAINED = _GLOBAL_WINDOW_END - 3 * MS
+#: When the global window is over: later than anything.
+NO_EXPIRY = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)

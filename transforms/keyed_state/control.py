@@ -16,11 +16,11 @@ __all__ = ["SPILLED", "Control"]
 _VERSION = 1
 _HEAD = struct.Struct("<BHqqqqqQ")
 _BUFFER = struct.Struct("<Iqq")
-_TIMER = struct.Struct("<HHq")
+_TIMER = struct.Struct("<HIq")
 _COUNT = struct.Struct("<I")
-_COUNTS = struct.Struct("<HH")
+_COUNTS = struct.Struct("<IIH")
 
-_LIVE, _SAVED, _OPEN, _ARMED, _HORIZON, _BUFFERED, _RESTORED = (1 << i for i in range(7))
+_LIVE, _SAVED, _OPEN, _ARMED, _HORIZON, _BUFFERED, _RESTORED, _CLOSED = (1 << i for i in range(8))
 _EMPTY_LENGTH, _SPILLED_LENGTH = 0xFFFFFFFF, 0xFFFFFFFE
 
 #: Stands for a value that is kept in the overflow cell because it is large.
@@ -33,6 +33,7 @@ class Control:
     Attributes:
         live: The key's saved record has come, or it is known that there is none.
         restored: The key's saved record has come.
+        closed: The run's last cut of this key is taken: what comes now belongs to the next run.
         saved: A record of this key is in the checkpoint's chain, so that emptiness has to be told.
         floor: The last wake-up of the clock: a lower bound of the watermark for this key.
         open: End of the epoch in which the key was changed and not yet saved, or `None`.
@@ -43,7 +44,8 @@ class Control:
         buffered: Elements in the buffer.
         first_ready: When the first of them may be processed.
         last_ready: When the last of them may be.
-        timers: (index of the author's timer family, tag) to fire time.
+        timers: (index of the author's timer family, tag) to fire time, of event-time timers.
+        wall_timers: The same of processing-time timers, which the runner has too.
         carried: Outputs at or beyond the open cut.
         values: Encoded value of each packed cell; `None` is empty, `SPILLED` is elsewhere.
     """
@@ -52,6 +54,7 @@ class Control:
         "armed",
         "buffered",
         "carried",
+        "closed",
         "filled",
         "first_ready",
         "floor",
@@ -64,11 +67,12 @@ class Control:
         "timers",
         "updated",
         "values",
+        "wall_timers",
     )
 
     def __init__(self, floor: int, live: bool, packed_cells: int) -> None:
         self.live = live
-        self.saved = False
+        self.closed = self.saved = False
         self.restored = False
         self.floor = floor
         self.open: int | None = None
@@ -80,6 +84,7 @@ class Control:
         self.first_ready = 0
         self.last_ready = 0
         self.timers: dict[tuple[int, str], int] = {}
+        self.wall_timers: dict[tuple[int, str], int] = {}
         self.carried: list[CarriedOutput] = []
         self.values: list[bytes | object | None] = [None] * packed_cells
 
@@ -94,13 +99,14 @@ class Control:
             | (_HORIZON if horizon is not None else 0)
             | (_BUFFERED if self.buffered else 0)
             | (_RESTORED if self.restored else 0)
+            | (_CLOSED if self.closed else 0)
         )
         out = [
             _HEAD.pack(
                 _VERSION, flags, self.floor, open_ or 0, armed or 0, horizon or 0,
                 self.updated, self.filled,
             ),
-            _COUNTS.pack(len(self.timers), len(self.values)),
+            _COUNTS.pack(len(self.timers), len(self.wall_timers), len(self.values)),
         ]  # fmt: skip
         for value in self.values:
             if value is None:
@@ -113,10 +119,11 @@ class Control:
                 out.append(value)
         if self.buffered:
             out.append(_BUFFER.pack(self.buffered, self.first_ready, self.last_ready))
-        for (family, tag), fire in self.timers.items():
-            encoded = tag.encode("utf-8", "surrogatepass")
-            out.append(_TIMER.pack(family, len(encoded), fire))
-            out.append(encoded)
+        for timers in (self.timers, self.wall_timers):
+            for (family, tag), fire in timers.items():
+                encoded = tag.encode("utf-8", "surrogatepass")
+                out.append(_TIMER.pack(family, len(encoded), fire))
+                out.append(encoded)
         if self.carried:
             out.append(SnapshotRecord(b"", b"", False, 0, (), (), tuple(self.carried)).to_bytes())
         return b"".join(out)
@@ -128,11 +135,12 @@ class Control:
         if version != _VERSION:
             raise ValueError(f"control cell of version {version}, this code reads {_VERSION}")
         at = _HEAD.size
-        timers, cells = _COUNTS.unpack_from(data, at)
+        timers, wall_timers, cells = _COUNTS.unpack_from(data, at)
         at += _COUNTS.size
         self = cls(floor, bool(flags & _LIVE), cells)
         self.saved = bool(flags & _SAVED)
         self.restored = bool(flags & _RESTORED)
+        self.closed = bool(flags & _CLOSED)
         self.open = open_ if flags & _OPEN else None
         self.armed = armed if flags & _ARMED else None
         self.horizon = horizon if flags & _HORIZON else None
@@ -148,12 +156,12 @@ class Control:
         if flags & _BUFFERED:
             self.buffered, self.first_ready, self.last_ready = _BUFFER.unpack_from(data, at)
             at += _BUFFER.size
-        for _ in range(timers):
+        for i in range(timers + wall_timers):
             family, length, fire = _TIMER.unpack_from(data, at)
             at += _TIMER.size
             tag = data[at : at + length].decode("utf-8", "surrogatepass")
             at += length
-            self.timers[(family, tag)] = fire
+            (self.timers if i < timers else self.wall_timers)[(family, tag)] = fire
         if at < len(data):
             self.carried.extend(SnapshotRecord.from_bytes(data[at:]).carried)
         return self

@@ -50,6 +50,7 @@ class StatefulWrapper(ClockedDoFn):
         return self._fn.infer_output_type(input_type)
 
     def setup(self) -> Any:
+        self._operator.setup()
         return self._fn.setup()
 
     def start_bundle(self) -> Any:
@@ -62,25 +63,33 @@ class StatefulWrapper(ClockedDoFn):
         return outputs
 
     def teardown(self) -> Any:
-        return self._fn.teardown()
+        self._fn.teardown()
+        self._operator.teardown()
 
     def process(
-        self, element: Any, windowed: Any, control: Any, buffer: Any, *cells_and_clock: Any
+        self, element: Any, windowed: Any, control: Any, buffer: Any, *cells_and_clocks: Any
     ) -> Iterable[Any]:
-        return self._operator.process(element, windowed, control, buffer, cells_and_clock)
+        return self._operator.process(element, windowed, control, buffer, cells_and_clocks)
 
     def _on_clock(
+        self, key: Any, timestamp: Any, window: Any, control: Any, buffer: Any, **runners: Any
+    ) -> Iterable[Any]:
+        return self._operator.on_clock(
+            key, timestamp.micros, window, control, buffer, tuple(runners.values())
+        )
+
+    def _on_wall_clock(
         self,
+        tag: Any,
         key: Any,
         timestamp: Any,
         window: Any,
         control: Any,
         buffer: Any,
-        clock: Any,
-        **cells: Any,
+        **runners: Any,
     ) -> Iterable[Any]:
-        return self._operator.on_clock(
-            key, timestamp.micros, window, control, buffer, clock, list(cells.values())
+        return self._operator.on_wall_clock(
+            tag, key, timestamp.micros, window, control, buffer, tuple(runners.values())
         )
 
 
@@ -94,7 +103,9 @@ def _declare(dofn: StatefulWrapper, signature: Signature, config: OperatorConfig
         "buffer": userstate.BagStateSpec("ckpt_buffer", BufferCoder(config.value_coder)),
     }
     for i, cell in enumerate(signature.cells):
-        if cell.kind != "read_modify_write":
+        if cell.kind == "ordered_list":  # BundleBasedDirectRunner has none, and no cache has them
+            cells[f"cell{i}"] = userstate.BagStateSpec(cell.name, cell.coder)
+        elif cell.kind in ("bag", "set"):
             cells[f"cell{i}"] = cell.spec
     dofn.declare(
         f"ckpt_clock_{config.uid}",
@@ -105,4 +116,5 @@ def _declare(dofn: StatefulWrapper, signature: Signature, config: OperatorConfig
             ("timestamp", beam.DoFn.TimestampParam),
             ("window", beam.DoFn.WindowParam),
         ],
+        wall_clock=f"ckpt_wall_{config.uid}" if "processing" in signature.domains else None,
     )

@@ -5,25 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 from apache_beam.coders import coders
-from apache_beam.coders.coder_impl import StreamCoderImpl
+from apache_beam.coders.coder_impl import PaneInfoCoderImpl, StreamCoderImpl
 from apache_beam.utils.timestamp import Timestamp
 
 from beam_ckpt.transforms.keyed_state.cells import (
     BagCell,
+    CombiningCell,
+    OrderedListCell,
     ReadModifyWriteCell,
     SetCell,
     TimerCell,
+    WallTimerCell,
 )
 from beam_ckpt.transforms.keyed_state.clock import GATE, Epochs
 from beam_ckpt.transforms.keyed_state.control import SPILLED, Control
+from beam_ckpt.transforms.signature import AuthorCell, TimerDomain
 
-__all__ = ["HORIZON_TAG", "BufferCoder", "KeyState", "Overflow"]
+__all__ = ["HORIZON_TAG", "BufferCoder", "KeyState", "Overflow", "wall_timer_name"]
 
 #: A packed value above this many encoded bytes moves to the overflow, so that control stays small.
 SPILL_BYTES = 4096
 # A version of the control is its number, so that the newest is found in a bag, and its bytes.
 _NUMBER_BYTES = 8
 _VERSIONS = 8
+_NEVER = 2**63 - 1
 #: Dynamic tag of the second clock; the first has none.
 HORIZON_TAG = "horizon"
 
@@ -38,10 +43,10 @@ class Overflow:
 
 
 class _BufferCoderImpl(StreamCoderImpl):
-    """Tag byte, then (timestamp, value) of a waiting element, or (cell index, bytes)."""
+    """Tag byte, then (timestamp, value, pane or None) of a waiting element, or (index, bytes)."""
 
     def __init__(self, value: Any) -> None:
-        self._value = value
+        self._value, self._pane = value, PaneInfoCoderImpl()
 
     def encode_to_stream(self, item: Any, out: Any, nested: bool) -> None:
         if type(item) is Overflow:
@@ -49,15 +54,20 @@ class _BufferCoderImpl(StreamCoderImpl):
             out.write_var_int64(item.index)
             out.write(item.data, nested)
         else:
-            out.write_byte(0)
-            out.write_bigendian_int64(item[0])
-            self._value.encode_to_stream(item[1], out, nested)
+            timestamp, value, pane = item
+            out.write_byte(0 if pane is None else 2)
+            out.write_bigendian_int64(timestamp)
+            if pane is not None:
+                self._pane.encode_to_stream(pane, out, True)
+            self._value.encode_to_stream(value, out, nested)
 
     def decode_from_stream(self, stream: Any, nested: bool) -> Any:
-        if stream.read_byte():
+        kind = stream.read_byte()
+        if kind == 1:
             return Overflow(stream.read_var_int64(), stream.read_all(nested))
         timestamp = stream.read_bigendian_int64()
-        return timestamp, self._value.decode_from_stream(stream, nested)
+        pane = self._pane.decode_from_stream(stream, True) if kind else None
+        return timestamp, self._value.decode_from_stream(stream, nested), pane
 
 
 class BufferCoder(coders.FastCoder):
@@ -87,7 +97,11 @@ class KeyState:
 
     Attributes:
         changed: The author changed something since `settle` looked.
+        closing: A timer is firing that was set beyond the end of the window: at that end, the last
+            moment there is. What it sets beyond it never fires, so a loop of timers ends.
         done: The run's last cut of this key is taken and nothing can come: nothing is written.
+        expiry: When the window is over, allowed lateness included, in microseconds: the runner
+            fires no timer after it, and drops the state.
         now: Event time of the author's last call.
         next_open: End of the epoch that call belongs to.
     """
@@ -101,15 +115,19 @@ class KeyState:
         "_clock",
         "_head",
         "_loaded",
+        "_ordered_lists",
         "_overflow",
         "_overflow_stale",
         "_sorted",
         "_versions",
+        "_wall_clock",
         "_woken",
         "cells",
         "changed",
+        "closing",
         "control",
         "done",
+        "expiry",
         "key",
         "kwargs",
         "next_open",
@@ -126,44 +144,56 @@ class KeyState:
         cell: Any,
         aux: Any,
         clock: Any,
+        wall_clock: Any,
         floor: int,
         live: bool,
-        kinds: tuple[tuple[str, Any], ...],
+        expiry: int,
+        cells: tuple[AuthorCell, ...],
         runner_cells: Any,
-        timers: int,
+        timers: tuple[TimerDomain, ...],
     ) -> None:
-        self.key, self.window = key, window
-        self._cell, self._aux, self._clock = cell, aux, clock
+        self.key, self.window, self.expiry = key, window, expiry
+        self._cell, self._aux, self._clock, self._wall_clock = cell, aux, clock, wall_clock
         self._versions = list(cell.read())
         # The newest is the greatest: versions begin with their number.
         data = self._loaded = max(self._versions, default=None)
-        packed = sum(kind == "read_modify_write" for kind, _ in kinds)
+        packed = len(cells) - len(runner_cells)
         if data is None:
             self.control = Control(floor, live, packed)
         else:
             self.control = Control.unpack(data[_NUMBER_BYTES:])
-        self.changed = self.done = self._woken = False
-        self.now = self.next_open = 0
-        # The buffer, once read: [(millisecond, timestamp, value)] from _head on.
-        self._buffer: list[tuple[int, int, Any]] = []
+        self.changed = self.closing = self.done = self._woken = False
+        self.now, self.next_open = 0, _NEVER
+        # The buffer, once read: [(millisecond, timestamp, value, pane)] from _head on.
+        self._buffer: list[tuple[int, int, Any, Any]] = []
         self._head = 0
         self._aux_read = not self.control.buffered and SPILLED not in self.control.values
         self._buffer_taken = self._overflow_stale = False
         self._sorted = True
         self._overflow: dict[int, bytes] = {}
-        self.packed: list[ReadModifyWriteCell] = []
-        self.cells: list[ReadModifyWriteCell | BagCell | SetCell] = []
+        self.packed: list[ReadModifyWriteCell | CombiningCell] = []
+        self.cells: list[Any] = []
+        self._ordered_lists: list[OrderedListCell] = []
         growing = 0
-        for kind, coder in kinds:
+        for cell_ in cells:
+            kind, coder = cell_.kind, cell_.coder
+            facade: Any
             if kind == "read_modify_write":
-                value_cell = ReadModifyWriteCell(self, len(self.packed), coder)
-                self.packed.append(value_cell)
-                self.cells.append(value_cell)
+                facade = ReadModifyWriteCell(self, len(self.packed), coder)
+                self.packed.append(facade)
+            elif kind == "combining":
+                facade = CombiningCell(self, len(self.packed), coder, cell_.combine_fn)
+                self.packed.append(facade)
             else:
-                facade = BagCell if kind == "bag" else SetCell
-                self.cells.append(facade(self, 1 << growing, runner_cells[growing], coder))
+                facade = _GROWING[kind](self, 1 << growing, runner_cells[growing], coder)
                 growing += 1
-        self.timers = [TimerCell(self, i) for i in range(timers)]
+                if kind == "ordered_list":
+                    self._ordered_lists.append(facade)
+            self.cells.append(facade)
+        self.timers = [
+            (TimerCell if domain == "event" else WallTimerCell)(self, i)
+            for i, domain in enumerate(timers)
+        ]
         #: Arguments of the author's methods that do not change within the bundle, by method.
         self.kwargs: dict[str, dict[str, Any]] = {}
 
@@ -174,8 +204,20 @@ class KeyState:
             self.changed = False
             control = self.control
             control.updated = self.now
-            if control.open is None:
+            if control.open is None or self.next_open < control.open:
                 control.open = self.next_open
+
+    def set_wall_timer(self, family: int, tag: str, fire: int) -> None:
+        """Sets the runner's processing-time timer, and notes it."""
+        self.control.wall_timers[(family, tag)] = fire
+        self._wall_clock.set(Timestamp(micros=fire), dynamic_timer_tag=wall_timer_name(family, tag))
+
+    def clear_wall_timer(self, family: int, tag: str) -> bool:
+        """Clears it; whether it was set."""
+        if self.control.wall_timers.pop((family, tag), None) is None:
+            return False
+        self._wall_clock.clear(dynamic_timer_tag=wall_timer_name(family, tag))
+        return True
 
     def spilled(self, index: int) -> bytes:
         """The value of packed cell `index` from the overflow."""
@@ -183,7 +225,7 @@ class KeyState:
         return self._overflow[index]
 
     # ------------------------------------------------------------------ the buffer
-    def buffer(self, timestamp: int, value: Any, ready: int) -> None:
+    def buffer(self, timestamp: int, value: Any, pane: Any, ready: int) -> None:
         """Keeps an element until the watermark is seen to have reached `ready`."""
         control = self.control
         if not control.buffered:
@@ -193,12 +235,12 @@ class KeyState:
         elif ready > control.last_ready:
             control.last_ready = ready
         control.buffered += 1
-        self._aux.add((timestamp, value))
+        self._aux.add((timestamp, value, pane))
         if self._aux_read:
-            self._buffer.append((timestamp // 1000, timestamp, value))
+            self._buffer.append((timestamp // 1000, timestamp, value, pane))
             self._sorted = False
 
-    def peek(self, tie_coder: Any) -> tuple[int, int, Any] | None:
+    def peek(self, tie_coder: Any) -> tuple[int, int, Any, Any] | None:
         """The first element in the buffer, if any; ties within a millisecond by `tie_coder`."""
         if not self.control.buffered:
             return None
@@ -227,7 +269,7 @@ class KeyState:
             if type(item) is Overflow:
                 self._overflow[item.index] = item.data
             else:
-                self._buffer.append((item[0] // 1000, item[0], item[1]))
+                self._buffer.append((item[0] // 1000, *item))
         self._aux_read = True
         self._sorted = False
 
@@ -239,13 +281,15 @@ class KeyState:
             return
         control = self.control
         self._arm(epochs, two_clocks)
+        for ordered_list in self._ordered_lists:
+            ordered_list.flush()
         if self.packed:
             self._pack_values()
         if self._buffer_taken or self._overflow_stale:
             self._read_aux()
             self._aux.clear()
-            for _, timestamp, value in self._buffer[self._head :]:
-                self._aux.add((timestamp, value))
+            for _, *item in self._buffer[self._head :]:
+                self._aux.add(tuple(item))
             for index, data in self._overflow.items():
                 self._aux.add(Overflow(index, data))
         if (
@@ -255,6 +299,8 @@ class KeyState:
             and not control.filled
             and not control.saved
             and not control.carried
+            and not control.wall_timers
+            and not control.closed
             and not any(value is not None for value in control.values)
         ):
             if self._versions:
@@ -292,6 +338,19 @@ class KeyState:
                 self._overflow.pop(index, None)
             self.control.values[index] = value
 
+    @property
+    def cut_due(self) -> int | None:
+        """When the open epoch is to be saved; `None`: there is none, or the window is over by then.
+
+        Of a window that is over only outputs beyond the cut are left to save, at the last moment
+        at which the runner lets it.
+        """
+        control = self.control
+        cut = control.open
+        if cut is None or cut <= self.expiry:
+            return cut
+        return self.expiry if control.carried else None
+
     def _arm(self, epochs: Epochs, two_clocks: bool) -> None:
         """Sets the clock at the earliest thing that this key waits for.
 
@@ -300,10 +359,10 @@ class KeyState:
         the work of many. The first still holds the output watermark.
         """
         control = self.control
-        first: int | None = control.open
-        last: int | None = first
+        first = self.cut_due
+        last = first
         for fire in control.timers.values():
-            due = epochs.timer_due(fire)
+            due = epochs.timer_due(min(fire, self.expiry))
             if due is not None:
                 first = due if first is None or due < first else first
                 last = due if last is None or due > last else last
@@ -341,7 +400,15 @@ class KeyState:
             control.live = True
 
 
-def _order_ties(items: list[tuple[int, int, Any]], encode: Any) -> None:
+_GROWING: dict[str, Any] = {"bag": BagCell, "set": SetCell, "ordered_list": OrderedListCell}
+
+
+def wall_timer_name(family: int, tag: str) -> str:
+    """The dynamic tag that one of the author's processing-time timers has at the runner."""
+    return f"{family}:{tag}"
+
+
+def _order_ties(items: list[tuple[int, int, Any, Any]], encode: Any) -> None:
     """Orders elements of the same millisecond by their encoded value, in place."""
     start = 0
     for end in range(1, len(items) + 1):

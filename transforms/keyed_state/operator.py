@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import apache_beam as beam
 from apache_beam.coders import coders
@@ -26,9 +26,10 @@ from apache_beam.utils.windowed_value import PANE_INFO_UNKNOWN, WindowedValue
 from beam_ckpt.errors import StateIncompatibleError, WatermarkError
 from beam_ckpt.keygroups import key_group
 from beam_ckpt.transforms.elements import Restored
-from beam_ckpt.transforms.keyed_state.clock import BEFORE_ALL, DRAINED, MS, Epochs
+from beam_ckpt.transforms.keyed_state.clock import BEFORE_ALL, DRAINED, MS, NO_EXPIRY, Epochs
+from beam_ckpt.transforms.keyed_state.control import Control
 from beam_ckpt.transforms.keyed_state.key import KeyState
-from beam_ckpt.transforms.signature import Call, Signature
+from beam_ckpt.transforms.signature import Call, Signature, TimerDomain
 from beam_ckpt.transforms.snapshot import CarriedOutput, SavedTimer, SnapshotRecord
 
 __all__ = ["METRICS", "SNAPSHOTS", "KeyedOperator", "OperatorConfig"]
@@ -53,6 +54,11 @@ class OperatorConfig:
         epochs: The run's boundaries.
         boundary: The boundary restored at, µs; `None` for none (a fresh start or a drained input).
         restoring: Whether saved records come down the input.
+        windows: Whether the input is in other windows than the global one.
+        lateness: Allowed lateness of the input's windows, in microseconds.
+        late: What becomes of elements below the boundary: ``"drop"`` or ``"reprocess"``.
+        aligned: Whether elements wait for their epoch. Otherwise they count in every checkpoint
+            from their own epoch's on, and maybe in earlier ones.
         rewrite: Whether every restored key has to be saved again at the first boundary.
         key_groups: Number of key groups.
         time_sorted: Whether elements are given in event-time order per key.
@@ -71,6 +77,10 @@ class OperatorConfig:
     key_groups: int
     time_sorted: bool
     bounded: bool
+    windows: bool = False
+    lateness: int = 0
+    late: Literal["drop", "reprocess"] = "drop"
+    aligned: bool = True
 
 
 class KeyedOperator:
@@ -82,7 +92,10 @@ class KeyedOperator:
         epochs = config.epochs
         self._author_process = getattr(fn, signature.process.method)
         self._callbacks = tuple(getattr(fn, call.method) for call in signature.callbacks)
-        self._kinds = tuple((cell.kind, cell.coder) for cell in signature.cells)
+        self._combine_fns = [c.combine_fn for c in signature.cells if c.kind == "combining"]
+        self._contexts = dict(signature.process.contexts)
+        self._setup_contexts: dict[Any, Any] = {}
+        self._bundle_contexts: dict[Any, Any] = {}
         self._boundary = BEFORE_ALL if config.boundary is None else config.boundary
         self._until = DRAINED if epochs.until is None else epochs.until
         self._has_until = epochs.until is not None
@@ -94,12 +107,19 @@ class KeyedOperator:
         self._floor = self._boundary - (MS if config.time_sorted else 0)
         if config.boundary is None:
             self._floor = BEFORE_ALL
-        self._always_ready = epochs.every is None and not config.time_sorted
+        self._always_ready = not config.time_sorted and (epochs.every is None or not config.aligned)
+        self._drops_replayed = config.late == "drop"
+        self._keeps_pane = bool(signature.process.pane or signature.process.windowed)
         self._tie_coder = config.value_coder if config.time_sorted else None
         self._element_names = signature.process.element
         self._timestamp_names = signature.process.timestamp
+        self._aligned = config.aligned
+        self._has_wall_timers = "processing" in signature.domains
+        # By key, or by key and window.
         self._keys: dict[Any, KeyState] = {}
         self._replayed = Metrics.counter(METRICS, "elements_dropped_as_replayed")
+        self._late = Metrics.counter(METRICS, "elements_late")
+        self._expired = Metrics.counter(METRICS, "elements_dropped_as_expired")
         self._beyond = Metrics.counter(METRICS, "elements_beyond_until")
         self._buffered = Metrics.counter(METRICS, "elements_buffered")
         self._restored = Metrics.counter(METRICS, "keys_restored")
@@ -107,9 +127,23 @@ class KeyedOperator:
         self._saved = Metrics.counter(METRICS, "keys_saved")
         self._carried = Metrics.counter(METRICS, "outputs_carried")
 
+    def setup(self) -> None:
+        """Sets up what the author's DoFn gets from Beam."""
+        for combine_fn in self._combine_fns:
+            combine_fn.setup()
+        self._setup_contexts = self._enter(beam.DoFn.SetupContextParam)
+
+    def teardown(self) -> None:
+        """The inverse of `setup`."""
+        self._exit(self._setup_contexts)
+        for combine_fn in self._combine_fns:
+            combine_fn.teardown()
+
     def start_bundle(self) -> None:
         """Forgets the keys of the bundle before."""
         self._keys = {}
+        if self._contexts:
+            self._bundle_contexts = self._enter(beam.DoFn.BundleContextParam)
 
     def flush(self) -> None:
         """Writes the keys of this bundle back to the runner."""
@@ -117,15 +151,27 @@ class KeyedOperator:
         for state in self._keys.values():
             state.flush(epochs, two_clocks)
         self._keys = {}
+        if self._contexts:
+            self._exit(self._bundle_contexts)
+
+    def _enter(self, kind: Any) -> dict[Any, Any]:
+        wanted = [param for param in self._contexts.values() if isinstance(param, kind)]
+        return {param: param.create_and_enter() for param in dict.fromkeys(wanted)}
+
+    def _exit(self, contexts: dict[Any, Any]) -> None:
+        for manager, _ in contexts.values():
+            manager.__exit__(None, None, None)
+        contexts.clear()
 
     # ------------------------------------------------------------------ elements
     def process(
-        self, element: Any, windowed: Any, control: Any, buffer: Any, cells_and_clock: Sequence[Any]
+        self, element: Any, windowed: Any, control: Any, buffer: Any, runners: Sequence[Any]
     ) -> Iterable[Any]:
         """One element, live or restored; returns its outputs."""
         key, value = element
+        slot = (key, windowed.windows[0]) if self._config.windows else key
         try:
-            state = self._keys.get(key)
+            state = self._keys.get(slot)
         except TypeError as error:
             raise StateIncompatibleError(
                 f"operator {self._config.uid!r}: a key of type {type(key).__name__} cannot be "
@@ -133,28 +179,33 @@ class KeyedOperator:
                 "another hashable type."
             ) from error
         if state is None:
-            *cells, clock = cells_and_clock
-            state = self._load(key, windowed.windows[0], control, buffer, clock, cells)
+            state = self._load(slot, key, windowed.windows[0], control, buffer, runners)
         memory = state.control
         timestamp: int = windowed.timestamp_micros
         if type(value) is Restored:
             return self._restore(state, value)
         if timestamp < self._boundary:
-            self._replayed.inc()
-            return ()
+            if self._drops_replayed:
+                self._replayed.inc()
+                return ()
+            self._late.inc()
         if timestamp >= self._until and self._has_until:
             self._beyond.inc()
+            return ()
+        if memory.floor > state.expiry:
+            self._expired.inc()
             return ()
         if not (self._always_ready and memory.live):
             ready = self._ready(timestamp, memory.live)
             if not memory.live or ready > memory.floor:
                 self._buffered.inc()
-                state.buffer(timestamp, value, ready)
+                pane = windowed.pane_info if self._keeps_pane else None
+                state.buffer(timestamp, value, pane, ready)
                 return ()
         if state.changed:
             state.settle()
         state.now = timestamp
-        if memory.open is None:
+        if memory.open is None or not self._aligned:
             state.next_open = self._config.epochs.end_of(
                 timestamp if timestamp > memory.floor else memory.floor
             )
@@ -163,6 +214,8 @@ class KeyedOperator:
             arguments = self._arguments(state, self._signature.process)
         for name in self._timestamp_names:
             arguments[name] = windowed.timestamp
+        if self._keeps_pane:
+            self._give_pane(arguments, windowed)
         if self._element_names:
             for name in self._element_names:
                 arguments[name] = element
@@ -178,26 +231,31 @@ class KeyedOperator:
         return outputs  # type: ignore[no-any-return]
 
     def _load(
-        self,
-        key: Any,
-        window: Any,
-        control: Any,
-        buffer: Any,
-        clock: Any,
-        cells: Sequence[Any],
+        self, slot: Any, key: Any, window: Any, control: Any, buffer: Any, runners: Sequence[Any]
     ) -> KeyState:
         config = self._config
-        state = self._keys[key] = KeyState(
+        if self._has_wall_timers:
+            *cells, clock, wall_clock = runners
+        else:
+            *cells, clock = runners
+            wall_clock = None
+        expiry = NO_EXPIRY
+        if config.windows:
+            expiry = window.max_timestamp().micros + config.lateness
+            expiry -= expiry % MS  # a runner's clock has whole milliseconds
+        state = self._keys[slot] = KeyState(
             key,
             window,
             control,
             buffer,
             clock,
+            wall_clock,
             self._floor,
             not config.restoring,
-            self._kinds,
+            expiry,
+            self._signature.cells,
             cells,
-            len(self._callbacks),
+            self._signature.domains,
         )
         return state
 
@@ -205,6 +263,8 @@ class KeyedOperator:
         """When an element may be processed: at its own millisecond, or at its epoch's start."""
         if self._config.time_sorted:
             ready = timestamp - timestamp % MS
+        elif self._always_ready:
+            ready = BEFORE_ALL
         else:
             ready = self._config.epochs.start_of(timestamp)
         return ready if live or ready > BEFORE_ALL + MS else BEFORE_ALL + MS
@@ -220,8 +280,18 @@ class KeyedOperator:
             arguments[name] = state.key
         for name in call.window:
             arguments[name] = state.window
+        for name, param in call.contexts:
+            entered = self._setup_contexts.get(param) or self._bundle_contexts[param]
+            arguments[name] = entered[1]
         state.kwargs[call.method] = arguments
         return arguments
+
+    def _give_pane(self, arguments: dict[str, Any], windowed: Any) -> None:
+        process = self._signature.process
+        for name in process.pane:
+            arguments[name] = windowed.pane_info
+        for name in process.windowed:
+            arguments[name] = windowed
 
     def _refuse_outputs(self, outputs: Any) -> None:
         kind = type(outputs).__name__
@@ -247,14 +317,13 @@ class KeyedOperator:
         for output in outputs:
             tagged = type(output) is TaggedOutput
             stamped = output.value if tagged else output
-            if isinstance(stamped, _STAMPED):
-                if not self._may_carry or self._emitted(state, output, stamped):
-                    yield output
-                continue
-            stamped = WindowedValue(
-                stamped, Timestamp(micros=timestamp), (state.window,), PANE_INFO_UNKNOWN
-            )
-            yield TaggedOutput(output.tag, stamped) if tagged else stamped
+            if not isinstance(stamped, _STAMPED):
+                stamped = WindowedValue(
+                    stamped, Timestamp(micros=timestamp), (state.window,), PANE_INFO_UNKNOWN
+                )
+                output = TaggedOutput(output.tag, stamped) if tagged else stamped
+            if not self._may_carry or self._emitted(state, output, stamped):
+                yield output
 
     def _emitted(self, state: KeyState, output: Any, stamped: Any) -> bool:
         """Whether a stamped output is for this run; one beyond the open cut is also carried.
@@ -291,23 +360,52 @@ class KeyedOperator:
 
     # ------------------------------------------------------------------ the clock
     def on_clock(
+        self, key: Any, fired: int, window: Any, control: Any, buffer: Any, runners: Sequence[Any]
+    ) -> Iterator[Any]:
+        """The clock of a key was set for `fired` µs; yields the outputs of what is due."""
+        slot = (key, window) if self._config.windows else key
+        state = self._keys.get(slot)
+        if state is None:
+            state = self._load(slot, key, window, control, buffer, runners)
+        state.settle()
+        reached = state.control.floor
+        state.wake(fired)
+        yield from self._advance(state, reached)
+
+    def on_wall_clock(
         self,
+        name: str,
         key: Any,
         fired: int,
         window: Any,
         control: Any,
         buffer: Any,
-        clock: Any,
-        cells: Sequence[Any],
+        runners: Sequence[Any],
     ) -> Iterator[Any]:
-        """The clock of a key was set for `fired` µs; yields the outputs of what is due."""
-        state = self._keys.get(key)
+        """The runner's processing-time timer `name` is due; yields the callback's outputs.
+
+        In event time it comes when it comes: it belongs to the epoch that is open then.
+        """
+        slot = (key, window) if self._config.windows else key
+        state = self._keys.get(slot)
         if state is None:
-            state = self._load(key, window, control, buffer, clock, cells)
+            state = self._load(slot, key, window, control, buffer, runners)
         state.settle()
-        reached = state.control.floor
-        state.wake(fired)
-        yield from self._advance(state, reached)
+        memory = state.control
+        family_text, _, tag = name.partition(":")
+        family = int(family_text)
+        fire = memory.wall_timers.get((family, tag))
+        if fire is None or fire > fired or memory.closed:
+            return  # cleared or set anew since, or saved for the next run
+        del memory.wall_timers[(family, tag)]
+        state.changed = True
+        call = self._signature.callbacks[family]
+        arguments = self._begin(state, call, memory.floor, memory.floor)
+        for argument in call.timestamp:
+            arguments[argument] = Timestamp(micros=fire)
+        for argument in call.tag:
+            arguments[argument] = tag
+        yield from self._stamp(state, self._callbacks[family](**arguments), fire)
 
     def _advance(self, state: KeyState, reached: int) -> Iterator[Any]:
         """Works through what is due, in event time: the cut, then timers, then elements.
@@ -318,7 +416,7 @@ class KeyedOperator:
         memory = state.control
         for _ in range(_EVENTS_PER_WAKE):
             floor = memory.floor
-            timer = self._first_timer(memory.timers, floor)
+            timer = self._first_timer(state, floor)
             element = None
             if memory.buffered and memory.live and memory.first_ready <= floor:
                 element = state.peek(self._tie_coder)
@@ -329,14 +427,15 @@ class KeyedOperator:
                         element = None
             at_timer = timer[0] if timer else None
             at_element = element[0] * MS if element else None
-            cut = memory.open
+            cut, cut_due = memory.open, state.cut_due
             if (
                 cut is not None
-                and cut <= floor
+                and cut_due is not None
+                and cut_due <= floor
                 and (at_timer is None or cut <= at_timer)
                 and (at_element is None or cut <= at_element)
             ):
-                reached = max(reached, cut)
+                reached = max(reached, cut_due)
                 yield from self._snapshot(state, cut)
             elif timer is not None and (at_element is None or timer[0] <= at_element):
                 reached = max(reached, timer[0])
@@ -344,21 +443,22 @@ class KeyedOperator:
             elif element is not None:
                 reached = max(reached, element[1])
                 state.take(self._ready)
-                yield from self._feed(state, reached, element[1], element[2])
+                yield from self._feed(state, reached, element)
             else:
                 return
             state.settle()
         # More is due. The clock, set in its past, brings it at once; `floor` may only fall.
         memory.floor = min(memory.floor, reached)
 
-    def _first_timer(
-        self, timers: dict[tuple[int, str], int], floor: int
-    ) -> tuple[int, int, str] | None:
-        """The first of the author's timers that is due: (due time, family, tag)."""
+    def _first_timer(self, state: KeyState, floor: int) -> tuple[int, int, str] | None:
+        """The first of the author's timers that is due: (due time, family, tag).
+
+        A timer beyond the end of its window is due at that end, the last moment there is.
+        """
         first: tuple[int, int, str] | None = None
-        due_of = self._config.epochs.timer_due
-        for (family, tag), fire in timers.items():
-            due = due_of(fire)
+        due_of, expiry = self._config.epochs.timer_due, state.expiry
+        for (family, tag), fire in state.control.timers.items():
+            due = due_of(fire if fire < expiry else expiry)
             if due is not None and due <= floor and (first is None or (due, family, tag) < first):
                 first = (due, family, tag)
         return first
@@ -371,12 +471,20 @@ class KeyedOperator:
         arguments = self._begin(state, call, fire, reached)
         for name in call.tag:
             arguments[name] = tag
+        state.closing = fire > state.expiry
         yield from self._stamp(state, self._callbacks[family](**arguments), fire)
+        state.closing = False
 
-    def _feed(self, state: KeyState, reached: int, timestamp: int, value: Any) -> Iterator[Any]:
+    def _feed(
+        self, state: KeyState, reached: int, waited: tuple[int, int, Any, Any]
+    ) -> Iterator[Any]:
+        _, timestamp, value, pane = waited
         call = self._signature.process
         arguments = self._begin(state, call, timestamp, reached)
         element = (state.key, value)
+        if self._keeps_pane:
+            at = Timestamp(micros=timestamp)
+            self._give_pane(arguments, WindowedValue(element, at, (state.window,), pane))
         if call.element:
             for name in call.element:
                 arguments[name] = element
@@ -388,7 +496,7 @@ class KeyedOperator:
     def _begin(self, state: KeyState, call: Call, timestamp: int, reached: int) -> dict[str, Any]:
         """Prepares a call: the epoch that a change belongs to, and the arguments."""
         state.now = timestamp
-        if state.control.open is None:
+        if state.control.open is None or not self._aligned:
             state.next_open = self._config.epochs.end_of(reached)
         arguments = state.kwargs.get(call.method)
         if arguments is None:
@@ -402,13 +510,15 @@ class KeyedOperator:
         """Emits the record of a changed key at its epoch's end; all is encoded here and now."""
         memory, config = state.control, self._config
         memory.open = None
-        state.done = config.bounded and boundary == config.epochs.last
-        cells = tuple(cell.encoded() for cell in state.cells)
-        families = self._signature.timers
-        timers = tuple(
-            SavedTimer(families[family], tag, "event", fire, None)
-            for (family, tag), fire in sorted(memory.timers.items())
-        )
+        if boundary == config.epochs.last:
+            memory.closed = self._has_wall_timers
+            state.done = config.bounded and not memory.closed
+        if boundary <= state.expiry:
+            cells = tuple(cell.encoded() for cell in state.cells)
+            timers = tuple(self._saved_timers(memory))
+        else:
+            # By then the window is over, and its state is gone.
+            cells, timers = tuple(cell.nothing for cell in state.cells), ()
         memory.carried = [out for out in memory.carried if out.timestamp >= boundary]
         carried = tuple(memory.carried)
         deleted = not timers and not carried and all(c is None or c == () for c in cells)
@@ -436,6 +546,14 @@ class KeyedOperator:
             ),
         )
 
+    def _saved_timers(self, memory: Control) -> Iterator[SavedTimer]:
+        families = self._signature.timers
+        pending: list[tuple[dict[tuple[int, str], int], TimerDomain]]
+        pending = [(memory.timers, "event"), (memory.wall_timers, "processing")]
+        for timers, domain in pending:
+            for (family, tag), fire in sorted(timers.items()):
+                yield SavedTimer(families[family], tag, domain, fire, None)
+
     def _restore(self, state: KeyState, restored: Restored) -> Iterator[Any]:
         memory, config = state.control, self._config
         if memory.restored:
@@ -451,10 +569,13 @@ class KeyedOperator:
             )
         record = SnapshotRecord.from_bytes(restored.record)
         for cell, saved in zip(state.cells, record.cells, strict=True):
-            cell.restore(saved)  # type: ignore[arg-type]
+            cell.restore(saved)
         index = {name: i for i, name in enumerate(self._signature.timers)}
         for timer in record.timers:
-            memory.timers[(index[timer.family], timer.tag)] = timer.fire
+            if timer.domain == "event":
+                memory.timers[(index[timer.family], timer.tag)] = timer.fire
+            else:
+                state.set_wall_timer(index[timer.family], timer.tag, timer.fire)
         memory.live = memory.restored = memory.saved = True
         memory.updated = record.updated
         if memory.buffered:
