@@ -709,8 +709,8 @@ def test_a_cell_named_like_a_column_of_ours_has_a_column_of_another_name(name: s
 
 
 def test_a_kind_of_cell_that_cannot_be_saved_is_refused() -> None:
-    with pytest.raises(PipelineRefusedError, match="'x' is of kind 'ordered_list'"):
-        CellState("x", "ordered_list", INT)
+    with pytest.raises(PipelineRefusedError, match="'x' is of kind 'map'"):
+        CellState("x", "map", INT)
 
 
 def test_an_operator_state_is_the_same_after_pickling() -> None:
