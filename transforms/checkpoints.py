@@ -23,7 +23,7 @@ import copy
 import os
 import uuid
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, Self
 
 import apache_beam as beam
@@ -50,6 +50,13 @@ from beam_ckpt.transforms.graph import check_neighbours, check_timestamps
 from beam_ckpt.transforms.keyed_state.clock import DRAINED, MS, Epochs
 from beam_ckpt.transforms.keyed_state.dofn import StatefulWrapper
 from beam_ckpt.transforms.keyed_state.operator import SNAPSHOTS, OperatorConfig
+from beam_ckpt.transforms.offsets import (
+    OFFSETS,
+    OffsetsFn,
+    ResumeOffsets,
+    SummariseFn,
+    Summary,
+)
 from beam_ckpt.transforms.restore import ReadSaved, RestorePlan, check_compatible, plan_restore
 from beam_ckpt.transforms.runners import (
     AloneInItsStage,
@@ -158,6 +165,8 @@ class Checkpoints:
         self._operators: list[OperatorState] = []
         self._snapshots: list[Any] = []
         self._inputs: dict[str, Any] = {}
+        self._sources: dict[str, str] = {}
+        self._offsets: list[Any] = []
         self._results: Any = None
         self._claim_store()
 
@@ -175,6 +184,16 @@ class Checkpoints:
     def restored(self) -> CheckpointManifest | None:
         """The manifest of the checkpoint restored from, or `None` on a fresh start."""
         return self._plan.manifest
+
+    @property
+    def resume_offsets(self) -> ResumeOffsets:
+        """By the uid of `TrackOffsets`, then partition: the offset to read from.
+
+        Whoever reads from there misses nothing at or after the boundary restored at. A partition
+        that is not listed has not been read below it: read it from its start. Empty on a fresh
+        start, and of a uid that nothing was saved for.
+        """
+        return ResumeOffsets.of(self._plan.manifest)
 
     @property
     def results(self) -> Any:
@@ -207,6 +226,36 @@ class Checkpoints:
             PipelineRefusedError: `fn`, or what it asks for, cannot be saved and restored exactly.
         """
         return _Operator(self, fn, args, kwargs, uid, time_sorted)
+
+    def TrackOffsets(  # Beam's way of names
+        self,
+        uid: str,
+        *,
+        partition: Callable[[Any], str | int],
+        offset: Callable[[Any], int],
+        source_type: str = "custom",
+        disorder: int = 0,
+    ) -> _TrackOffsets:
+        """Passes its input on, and keeps from where to read it for the next run.
+
+        Apply it right behind the source, before the first operator. Each checkpoint then has, for
+        each partition, the lowest offset whose event time is not in its cut, or the one after the
+        highest that was read; see `resume_offsets`, and `~beam_ckpt.transforms.offsets` for the
+        conventions of Kafka, files and Pub/Sub.
+
+        Args:
+            uid: The source's identity; keep it, whatever else changes.
+            partition: Gives an element's partition: a string, or an int that is kept as one.
+            offset: Gives its offset: an int of any size that ascends within the partition.
+            source_type: What the manifest calls the source, such as ``"kafka"``.
+            disorder: How far behind the highest offset seen an element that was not seen may still
+                be, in offsets: 0 where a source gives the elements of a partition in the order of
+                their offsets. Whatever the event times, which may be in any order.
+
+        Raises:
+            PipelineRefusedError: The uid is another's, or `disorder` is negative.
+        """
+        return _TrackOffsets(self, uid, partition, offset, source_type, disorder)
 
     def __enter__(self) -> Self:
         return self
@@ -306,6 +355,7 @@ class Checkpoints:
             self._keep,
             self._plan.passed_over,
             name,
+            self._sources,
         )
         new = (
             self._snapshots
@@ -320,7 +370,7 @@ class Checkpoints:
         )
         # The start is also what keeps the committer alone in its stage.
         return (
-            (new, start)
+            (new, start, *self._offsets)
             | "Entries" >> beam.Flatten()
             | "Commit" >> beam.ParDo(commit).with_output_types(CheckpointResult)
         )
@@ -477,6 +527,57 @@ class _Operator(beam.PTransform[Any, Any]):
         return {None: self._fn.infer_output_type(input_type) or typehints.Any}
 
 
+class _TrackOffsets(beam.PTransform[Any, Any]):
+    """Passes its input on; its other output is the positions, on their way to the committer."""
+
+    def __init__(
+        self,
+        job: Checkpoints,
+        uid: str,
+        partition: Callable[[Any], str | int],
+        offset: Callable[[Any], int],
+        source_type: str,
+        disorder: int,
+    ) -> None:
+        super().__init__()
+        _check_uid(uid, "TrackOffsets", "source")
+        if isinstance(disorder, bool) or not isinstance(disorder, int) or disorder < 0:
+            raise PipelineRefusedError(
+                f"TrackOffsets {uid!r}: disorder={disorder!r}. What to do: give a number of "
+                "offsets, 0 where a partition comes in order."
+            )
+        self._job, self._uid, self._source_type = job, uid, source_type
+        self._partition, self._offset, self._disorder = partition, offset, disorder
+
+    def default_label(self) -> str:
+        return f"TrackOffsets({self._uid})"
+
+    def expand(self, pcoll: Any) -> Any:
+        job, uid = self._job, self._uid
+        job._claim_uid(uid)
+        outputs = pcoll | "Summarise" >> beam.ParDo(
+            SummariseFn(uid, self._partition, self._offset, job._epochs)
+        ).with_output_types(pcoll.element_type, **{OFFSETS: Summary}).with_outputs(
+            OFFSETS, main="main"
+        )
+        job._sources[uid] = self._source_type
+        resume_at = job.resume_at
+        track = OffsetsFn(
+            uid,
+            job._epochs,
+            None if resume_at is None else resume_at.micros,
+            job.resume_offsets[uid],
+            self._disorder,
+        )
+        job._offsets.append(
+            outputs[OFFSETS]
+            | "Global" >> beam.WindowInto(GlobalWindows())
+            | "Alone" >> AloneInItsStage()
+            | "Track" >> beam.ParDo(track).with_output_types(_RECORD)
+        )
+        return outputs["main"]
+
+
 class CheckpointedParDo(beam.PTransform[Any, Any]):
     """A `beam.ParDo` of a stateful DoFn that can be stopped and started again anywhere.
 
@@ -581,17 +682,20 @@ def _check_author(
     fn: beam.DoFn, args: tuple[Any, ...], kwargs: dict[str, Any], uid: str | None
 ) -> Signature:
     signature = read_signature(fn, args, kwargs)
-    name = type(fn).__name__
+    _check_uid(uid, type(fn).__name__, "operator")
+    return signature
+
+
+def _check_uid(uid: object, name: str, kind: str) -> None:
     if not uid or not isinstance(uid, str):
         raise PipelineRefusedError(
-            f"the operator of {name} has no uid (found {uid!r}), and its state is found by it. "
+            f"the {kind} of {name} has no uid (found {uid!r}), and its state is found by it. "
             f"What to do: give uid={name.lower()!r}, or any other name that you will keep."
         )
     if len(uid) > 256:
         raise PipelineRefusedError(
             f"the uid of {name} has {len(uid)} characters, 256 allowed. What to do: shorten it."
         )
-    return signature
 
 
 def _check_choice(name: str, value: str, choices: Iterable[str]) -> None:

@@ -13,7 +13,7 @@ import json
 import logging
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from beam_ckpt.manifest import (
     OperatorSnapshotEntry,
     PipelineIdentity,
     RunIdentity,
+    SourceOffsetEntry,
     new_checkpoint_id,
 )
 from beam_ckpt.retention import RetentionPolicy
@@ -39,6 +40,7 @@ from beam_ckpt.transforms.clocked import ClockedDoFn
 from beam_ckpt.transforms.columns import OperatorState
 from beam_ckpt.transforms.keyed_state.clock import DRAINED, MS
 from beam_ckpt.transforms.keyed_state.operator import METRICS
+from beam_ckpt.transforms.offsets import decode_offsets, next_source_offsets
 from beam_ckpt.transforms.writer import decode_new_sidecar
 
 __all__ = ["START", "CheckpointResult", "CommitFn"]
@@ -76,7 +78,9 @@ class CheckpointResult:
 
 
 class CommitFn(ClockedDoFn):
-    """`START` and (0, (boundary, new sidecar)) to `CheckpointResult`, one per published checkpoint.
+    """`START` and (0, (boundary, news)) to `CheckpointResult`, one per published checkpoint.
+
+    The news are new sidecars and the positions of sources.
 
     Args:
         store: Where to publish.
@@ -88,6 +92,7 @@ class CommitFn(ClockedDoFn):
         keep: What pruning keeps.
         fallbacks: Damaged checkpoints that were passed over at restore; becomes a metric.
         name: Makes the timer family unique in the pipeline.
+        sources: Types of the sources whose offsets are tracked, by uid.
     """
 
     _SIDECARS = userstate.BagStateSpec(
@@ -106,10 +111,13 @@ class CommitFn(ClockedDoFn):
         keep: RetentionPolicy,
         fallbacks: int,
         name: str,
+        sources: Mapping[str, str],
     ) -> None:
         self._arguments = (
             store, run_id, tuple(operators), key_groups, base_id, last, keep, fallbacks, name,
+            dict(sources),
         )  # fmt: skip
+        self._sources = dict(sources)
         self._store, self._run_id, self._keep = store, run_id, keep
         self._operators, self._key_groups = tuple(operators), key_groups
         self._base_id, self._last, self._fallbacks = base_id, last, fallbacks
@@ -162,8 +170,7 @@ class CommitFn(ClockedDoFn):
         if self._last <= reached and self._last not in due and not state.ended:
             due.append(self._last)
         for boundary in due:
-            new = [decode_new_sidecar(sidecar) for sidecar in waiting.pop(boundary, ())]
-            result = self._commit(state, boundary, new)
+            result = self._commit(state, boundary, _News(waiting.pop(boundary, ())))
             if result is not None:
                 yield TimestampedValue(result, Timestamp(micros=boundary + 2 * MS))
         for boundary, left in waiting.items():
@@ -195,9 +202,7 @@ class CommitFn(ClockedDoFn):
             # A fresh start on damaged checkpoints is the author's word.
             self._store.repair_pointer(discard=True)
 
-    def _commit(
-        self, state: _Progress, boundary: int, new: list[NewSidecar]
-    ) -> CheckpointResult | None:
+    def _commit(self, state: _Progress, boundary: int, news: _News) -> CheckpointResult | None:
         # What comes late is published with the newest cut: it was applied after that.
         boundary = boundary if state.boundary is None else max(boundary, state.boundary)
         base = self._base(state)
@@ -205,13 +210,14 @@ class CommitFn(ClockedDoFn):
         watermark = None if boundary >= DRAINED else boundary
         if last:
             state.ended = True
-        if not new and base is not None and base.watermark == watermark:
+        if not news and base is not None and base.watermark == watermark:
             # Nothing has changed since, and that is what is published already.
             return None
-        if not new and not last:
+        if not news and not last:
             return None
         self._store.check_generation(state.generation, self._run_id)
-        manifest = self._publish(state, base, watermark, new)
+        manifest = self._publish(state, base, watermark, news)
+        new = news.sidecars
         state.boundary, state.base_id = boundary, manifest.id
         pruned = self._prune()
         self._committed.inc()
@@ -259,7 +265,7 @@ class CommitFn(ClockedDoFn):
         state: _Progress,
         base: CheckpointManifest | None,
         watermark: int | None,
-        new: list[NewSidecar],
+        news: _News,
     ) -> CheckpointManifest:
         """Writes and finalizes the manifest; finds the one that an earlier try left."""
         run = RunIdentity(generation=state.generation, run_id=self._run_id)
@@ -278,7 +284,11 @@ class CommitFn(ClockedDoFn):
                     epoch = max(epoch, marker.epoch)
 
         def entries(of_epoch: int) -> dict[str, OperatorSnapshotEntry]:
-            return next_operators(operators, uids, new, of_epoch)
+            return next_operators(operators, uids, news.sidecars, of_epoch)
+
+        def offsets(of_epoch: int) -> dict[str, SourceOffsetEntry]:
+            before = {} if base is None else base.source_offsets
+            return next_source_offsets(before, self._sources, news.offsets, of_epoch)
 
         for checkpoint_id in reversed(ids):
             mine = self._own(checkpoint_id, run)
@@ -286,6 +296,7 @@ class CommitFn(ClockedDoFn):
                 mine is not None
                 and mine.watermark == watermark
                 and mine.operators == entries(mine.epoch)
+                and mine.source_offsets == offsets(mine.epoch)
             ):
                 return self._store.finalize(mine.id)
         for _ in range(_ID_ATTEMPTS):
@@ -295,6 +306,7 @@ class CommitFn(ClockedDoFn):
                 epoch=epoch + 1,
                 timestamp_ms=time.time_ns() // 1_000_000,
                 operators=entries(epoch + 1),
+                source_offsets=offsets(epoch + 1),
                 parent_id=None if base is None else base.checkpoint_id,
                 watermark=watermark,
                 key_group_count=self._key_groups,
@@ -326,6 +338,23 @@ class CommitFn(ClockedDoFn):
         except ValueError:
             return None  # Damaged, so not one to build on; its id stays used.
         return manifest if manifest is not None and manifest.run == run else None
+
+
+class _News:
+    """What came in for one boundary."""
+
+    def __init__(self, encoded: Iterable[bytes]) -> None:
+        self.sidecars: list[NewSidecar] = []
+        self.offsets: list[tuple[str, dict[str, str]]] = []
+        for data in encoded:
+            offsets = decode_offsets(data)
+            if offsets is None:
+                self.sidecars.append(decode_new_sidecar(data))
+            else:
+                self.offsets.append(offsets)
+
+    def __bool__(self) -> bool:
+        return bool(self.sidecars or self.offsets)
 
 
 class _Progress:
