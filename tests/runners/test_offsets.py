@@ -19,6 +19,7 @@ from beam_ckpt import open_store
 from beam_ckpt.testing import cuts
 from beam_ckpt.testing.cuts import saved_state
 from beam_ckpt.testing.event_loop import Output, canonical, run_event_loop
+from beam_ckpt.testing.prism import prism_options
 from beam_ckpt.testing.strategies import cuts as cut_times
 from beam_ckpt.testing.strategies import data_sets, stream_plans
 from beam_ckpt.testing.streams import Advance, Arrive, StreamPlan
@@ -95,7 +96,10 @@ def run(log: Log, runner: str, store: Any, **settings: Any) -> tuple[list[Output
     """One run, over what the checkpoint says it has to read; its outputs and how much it read."""
     name = uuid.uuid4().hex
     collected = cuts._COLLECTED[name] = []
-    options = PipelineOptions([f"--runner={runner}", *(["--streaming"] if log.streaming else [])])
+    arguments = [f"--runner={runner}", *(["--streaming"] if log.streaming else [])]
+    if runner == "PrismRunner":
+        arguments += prism_options()
+    options = PipelineOptions(arguments)
     disorder = settings.pop("disorder", 0)
     with beam.Pipeline(options=options) as p, Checkpoints(p, store, **settings) as ckpt:
         positions = ckpt.resume_offsets["log"]
@@ -205,9 +209,15 @@ def batch(*rows: tuple[int, int, int]) -> Log:
 DISORDER = batch((10, 0, 1), (70, 0, 1), (20, 0, 1), (80, 0, 1), (30, 1, 1), (90, 2, 1))
 
 
-def test_the_lowest_offset_that_is_not_in_the_cut_is_kept(tmp_path):
+@pytest.mark.parametrize(
+    ("runner", "streaming"),
+    [*RUNNERS.items(), ("PrismRunner", False), ("PrismRunner", True)],
+)
+def test_the_lowest_offset_that_is_not_in_the_cut_is_kept(tmp_path, runner, streaming, request):
+    if runner == "PrismRunner":
+        request.getfixturevalue("prism")
     store = open_store(tmp_path)
-    run(DISORDER, "FnApiRunner", store, until=60)
+    run(Log(DISORDER.plan, streaming), runner, store, until=60)
     # Of p0 offset 1 (70 s) comes before offset 2 (20 s), which is in the cut; of p1 all was read;
     # of p2 nothing lies below the boundary.
     assert saved(store) == {"p0": 1, "p1": 1}
