@@ -5,7 +5,8 @@
     beam-ckpt validate STORE [ID...]          is what a restore needs there and unharmed
     beam-ckpt state STORE OPERATOR            rows of an operator's state, typed
 
-and those of `beam_ckpt.cli_maintenance`: recover, repair-pointer, tag, prune, gc, copy.
+those of `beam_ckpt.cli_query`: timers, history, diff, sql, export; and those of
+`beam_ckpt.cli_maintenance`: recover, repair-pointer, tag, prune, gc, copy.
 
 STORE is a path or a URL (`gs://bucket/ckpt/job`). What is here never writes to it, and cells that
 only the author's coder can read are shown as bytes: nothing is unpickled. With `--json` each
@@ -24,10 +25,9 @@ Exit status:
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import pyarrow as pa
@@ -38,7 +38,11 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from beam_ckpt import inspect
+from beam_ckpt import cli_maintenance, cli_query, inspect
+from beam_ckpt._rows import as_json as _json
+from beam_ckpt._rows import plain_rows as _plain
+from beam_ckpt._rows import plain_value as _value
+from beam_ckpt._rows import shown as _text
 from beam_ckpt._terminal import (
     DAMAGED,
     OK,
@@ -46,10 +50,8 @@ from beam_ckpt._terminal import (
     StoreArgument,
     event_time,
     print_json,
-    printable,
     size,
 )
-from beam_ckpt.cli_maintenance import register
 from beam_ckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -65,8 +67,6 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 USAGE, NOT_FOUND, STORAGE = 2, 3, 4
-
-_BYTES_SHOWN = 16
 
 app = typer.Typer(
     name="beam-ckpt",
@@ -241,9 +241,12 @@ def state(
     manifest = inspect.find_checkpoint(opened, "latest" if at is None else at)
     rows: list[dict[str, object]] = []
     columns: list[str] = []
-    for table in inspect.state_by_key_group(opened, operator, at=manifest.id):
+    wanted = None if key is None else cli_query.typed_key(manifest, operator, key)
+    for table in inspect.state_by_key_group(opened, operator, at=manifest.id, key=wanted):
         columns = columns or _columns(table, cell)
-        found = table if key is None else table.filter(_is_key(table["key"], key))
+        found = (
+            table if key is None or wanted is not None else table.filter(_is_key(table["key"], key))
+        )
         if limit:
             found = found.slice(0, limit - len(rows))
         rows += _plain(found.select(columns))
@@ -264,7 +267,8 @@ def state(
     console.print(f"checkpoint {manifest.id}, up to {boundary}", markup=False, style="dim")
 
 
-register(app)
+cli_query.register(app)
+cli_maintenance.register(app)
 
 
 # -- helpers ---------------------------------------------------------------------------------
@@ -307,54 +311,6 @@ def _is_key(keys: pa.ChunkedArray, wanted: str) -> pa.ChunkedArray:
         [[wanted in (text, items) for text, items in zip(as_text, as_list, strict=True)]],
         type=pa.bool_(),
     )
-
-
-def _plain(table: pa.Table) -> Iterator[dict[str, object]]:
-    """Rows of values that JSON has."""
-    columns = {name: table[name] for name in table.column_names}
-    for i in range(table.num_rows):
-        yield {name: _value(column[i]) for name, column in columns.items()}
-
-
-def _value(scalar: pa.Scalar) -> object:
-    if not scalar.is_valid:
-        return None
-    kind = scalar.type
-    if pa.types.is_struct(kind):
-        return {kind.field(i).name: _value(scalar[i]) for i in range(kind.num_fields)}
-    if pa.types.is_map(kind):
-        return [[_value(pair[0]), _value(pair[1])] for pair in scalar.values]
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return [_value(item) for item in scalar.values]
-    if pa.types.is_timestamp(kind):
-        return event_time(scalar.cast(pa.timestamp("us", kind.tz)).value)
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        return "0x" + scalar.as_py().hex()
-    if pa.types.is_floating(kind) and not math.isfinite(scalar.as_py()):
-        return str(scalar.as_py())
-    value = scalar.as_py()
-    return value if isinstance(value, str | int | float | bool) else str(value)
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
-
-
-def _text(value: object) -> Text:
-    """A value for a table on a terminal."""
-    if value is None:
-        return Text("-", style="dim")
-    if isinstance(value, str):
-        if value.startswith("0x") and len(value) > 2 + 2 * _BYTES_SHOWN:
-            return Text(f"{value[: 2 + 2 * _BYTES_SHOWN]}... ({len(value) // 2 - 1} bytes)")
-        # What a key or a cell holds must not drive the terminal.
-        return Text(printable(value))
-    if isinstance(value, list):
-        return Text(", ".join(_text(item).plain for item in value))
-    if isinstance(value, dict):
-        shown = (f"{name} {_text(item).plain}" for name, item in value.items() if item is not None)
-        return Text(f"({', '.join(shown)})")
-    return Text(_json(value))
 
 
 def _boundary(row: Mapping[str, object]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from beam_ckpt import cli, inspect, open_store
+from beam_ckpt import _rows, cli, inspect, open_store
 from beam_ckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -123,14 +123,14 @@ def root(tmp_path: Path) -> Path:
     root = tmp_path / "ckpt"
     store = open_store(root, key_group_count=2)
     store.claim_generation("run-1")
-    base = write(store, 0, 10, "full", [row("ada", 1, 3), row("bob", 2, 4)])
-    other = write(store, 1, 10, "full", [row("eve", 3, 5)])
-    first = store.save(manifest(1, 10, {0: [base], 1: [other]}))
+    base = write(store, 1, 10, "full", [row("ada", 1, 3), row("bob", 2, 4)])
+    other = write(store, 0, 10, "full", [row("eve", 3, 5)])
+    first = store.save(manifest(1, 10, {0: [other], 1: [base]}))
     store.finalize(1)
     rows = [row("ada", 4, 15), row("bob", None, 16, deleted=True), row("joe", 1, 17)]
-    delta = write(store, 0, 20, "delta", rows)
+    delta = write(store, 1, 20, "delta", rows)
     groups = {p.partition_id: p.sidecars for p in first.operators[UID].partitions}
-    groups[0] = (*groups[0], delta)
+    groups[1] = (*groups[1], delta)
     store.save(manifest(2, 20, groups, first.checkpoint_id))
     store.finalize(2)
     return root
@@ -221,9 +221,9 @@ def test_an_operator_that_is_not_there_is_named_with_those_that_are(root: Path) 
 
 
 def test_a_damaged_sidecar_is_not_read(root: Path) -> None:
-    for path in root.glob(f"state/{UID}/00001/*"):
+    for path in root.glob(f"state/{UID}/00000/*"):
         damage(path)
-    with pytest.raises(InvalidCheckpointError, match="state/totals/00001/"):
+    with pytest.raises(InvalidCheckpointError, match="state/totals/00000/"):
         inspect.state(root, UID, at=2)
 
 
@@ -330,9 +330,16 @@ def test_a_key_of_several_parts_is_found_by_its_json(wanted: str) -> None:
     assert cli._is_key(keys, wanted).to_pylist() == [True, False]
 
 
-def test_a_time_beyond_the_calendar_is_shown_as_a_number() -> None:
-    scalar = pa.scalar(-(2**62), pa.timestamp("us", "UTC"))
-    assert cli._value(scalar) == f"{-(2**62)} us"
+@pytest.mark.parametrize("unit", ["us", "ms"])
+def test_a_time_beyond_the_calendar_is_shown_as_a_number(unit: str) -> None:
+    scalar = pa.scalar(-(2**62), pa.timestamp(unit, "UTC"))
+    assert cli._value(scalar) == f"{-(2**62)} {unit}"
+
+
+def test_what_is_long_is_cut_short_on_a_terminal() -> None:
+    assert str(_rows.shown("x" * 10**6)) == "x" * 200 + "... (1000000 characters)"
+    assert str(_rows.shown(list(range(10**6)))).endswith(", 19, ... (1000000 items)")
+    assert len(str(_rows.shown({"a": ["y" * 500] * 50}))) < 6_000
 
 
 def test_validate_says_ok(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -343,7 +350,7 @@ def test_validate_says_ok(root: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_validate_deep_finds_a_flipped_bit_and_exits_with_1(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (path,) = root.glob(f"state/{UID}/00001/*")
+    (path,) = root.glob(f"state/{UID}/00000/*")
     damage(path)
     assert beam_ckpt("validate", root) == 0, "sizes are right, and files keep no checksum"
     capsys.readouterr()

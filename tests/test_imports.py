@@ -17,6 +17,7 @@ REPO = Path(__file__).resolve().parent.parent
 # A unit imports only units with a smaller number (and itself). `testing` stands above everything.
 LAYERS = {
     "beam_ckpt._terminal": 0,
+    "beam_ckpt._rows": 1,
     "beam_ckpt._keys": 0,
     "beam_ckpt.errors": 0,
     "beam_ckpt.keygroups": 1,
@@ -31,8 +32,9 @@ LAYERS = {
     "beam_ckpt.cli_maintenance": 6,
     "beam_ckpt.inspect": 6,
     "beam_ckpt.transforms": 6,
-    "beam_ckpt.cli": 7,
-    "beam_ckpt.testing": 8,
+    "beam_ckpt.cli_query": 7,
+    "beam_ckpt.cli": 8,
+    "beam_ckpt.testing": 9,
 }
 
 

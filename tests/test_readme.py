@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -72,7 +73,7 @@ def test_the_commands_shown_run_on_the_example(
     commands = [line for line in "".join(blocks("sh")).splitlines() if line.startswith("beam-ckpt")]
     assert len(commands) >= 3
     for command in commands:
-        _, *arguments = command.split()
+        _, *arguments = shlex.split(command)
         with pytest.raises(SystemExit) as ended:
             main(arguments)
         out, err = capsys.readouterr()

@@ -79,7 +79,7 @@ class StateView:
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> object:
         """Starts to read from the beginning."""
-        batches = self._batches()
+        batches = self.batches()
         reader = pa.RecordBatchReader.from_batches(self.schema, batches)
         return reader.__arrow_c_stream__(requested_schema)
 
@@ -96,7 +96,12 @@ class StateView:
             self._schema = found.schema
         return self._schema
 
-    def _batches(self) -> Iterator[pa.RecordBatch]:
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """Reads all rows, key group by key group.
+
+        Raises:
+            CheckpointError: As `state` does.
+        """
         for partition in self._partitions:
             rows = self._read(partition)
             columns = [
