@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import uuid
@@ -12,14 +13,24 @@ import apache_beam as beam
 import pytest
 from apache_beam.coders import VarIntCoder
 from apache_beam.options.pipeline_options import DebugOptions, PipelineOptions
+from apache_beam.runners.portability.prism_runner import PrismRunner
 from apache_beam.transforms.userstate import ReadModifyWriteStateSpec
+from apache_beam.transforms.window import TimestampedValue
+from apache_beam.utils.shared import Shared
 from apache_beam.version import __version__ as beam_version
 
 from beam_ckpt import open_store
 from beam_ckpt.testing import prism as prism_module
 from beam_ckpt.testing.cuts import run_checkpointed, run_plain, saved_state
-from beam_ckpt.testing.prism import PrismNotFoundError, prism_binary, stop_prism
-from beam_ckpt.transforms import Checkpoints
+from beam_ckpt.testing.event_loop import run_event_loop
+from beam_ckpt.testing.prism import (
+    PrismNotFoundError,
+    prism_binary,
+    prism_options,
+    stop_prism,
+)
+from beam_ckpt.testing.subjects import DelayChainFn
+from beam_ckpt.transforms import CheckpointedParDo, Checkpoints
 
 find = prism_binary.__wrapped__  # without its memory
 
@@ -59,6 +70,67 @@ def test_every_runner_that_may_be_prism_is_told_not_to_split(runner, split):
     experiments = pipeline.options.view_as(DebugOptions).experiments
     assert "mine" in experiments
     assert ("prism_disable_sdf_split" in experiments) == (not split)
+
+
+DATA = tuple((second * 3_000_000, "abc"[second % 3], second % 5) for second in range(60))
+
+
+def check_two_runs(root: Path, runner: str, options: list[str]) -> None:
+    """Two runs, the second from the first's cut, leave the oracle's state."""
+    fn, store = DelayChainFn(), open_store(root)
+    for until in (100, None):
+        run_checkpointed(
+            fn, DATA, runner=runner, store=store, options=options, until=until, time_sorted=True
+        )
+        cut = None if until is None else until * 1_000_000
+        assert saved_state(store, fn) == dict(run_event_loop(fn, DATA, until=cut).state)
+    assert saved_state(store, fn, checkpoint_id=1) != {}
+
+
+class AppendFn(beam.DoFn):
+    """Writes outputs to a file, and the process that had them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def process(self, element):
+        with self._path.open("ab", buffering=0) as file:
+            file.write(f"{os.getpid()} {element!r}\n".encode())
+
+
+def test_workers_in_processes_of_their_own_save_and_restore_the_same(prism, tmp_path):
+    fn, store, path = DelayChainFn(), open_store(tmp_path / "ckpt"), tmp_path / "outputs"
+    processes = "--experiments=use_loopback_process_worker"
+    options = ["--runner=PrismRunner", processes, *prism_options()]
+    for until in (100, None):
+        with beam.Pipeline(options=PipelineOptions(options)) as p:
+            (
+                p
+                | beam.Create([TimestampedValue((k, v), at / 1e6) for at, k, v in DATA])
+                | beam.Map(lambda kv: kv).with_output_types(tuple[str, int])
+                | CheckpointedParDo(fn, uid="subject", store=store, until=until, time_sorted=True)
+                | beam.ParDo(AppendFn(path))
+            )
+        expected = run_event_loop(fn, DATA, until=None if until is None else until * 1_000_000)
+        assert saved_state(store, fn) == dict(expected.state)
+    lines = [line.split(" ", 1) for line in path.read_text().splitlines()]
+    assert str(os.getpid()) not in {pid for pid, _ in lines}
+    whole = run_event_loop(fn, DATA)
+    assert sorted(row for _, row in lines) == sorted(repr(o.value) for o in whole.outputs)
+
+
+def test_the_direct_runner_takes_prism_where_it_finds_it(prism, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "apache_beam.runners.direct"):
+        check_two_runs(tmp_path, "DirectRunner", prism_options())
+    assert "Running pipeline with PrismRunner" in caplog.text
+    assert "Falling back" not in caplog.text
+
+
+def test_the_direct_runner_falls_back_where_it_finds_none(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(PrismRunner, "shared_handle", Shared())  # not the one that may run already
+    with caplog.at_level(logging.INFO, "apache_beam.runners.direct"):
+        check_two_runs(tmp_path, "DirectRunner", ["--prism_location=/nowhere/prism"])
+    assert "Falling back to DirectRunner" in caplog.text
 
 
 def running(binary: Path) -> list[int]:
