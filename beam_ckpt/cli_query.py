@@ -175,10 +175,12 @@ def sql(
     try:
         for uid, view in tables.items():
             connection.register(uid, view)
-        connection.execute(query)
-        reader: pa.RecordBatchReader = connection.to_arrow_reader(10_000)
+        relation = connection.sql(query)
+        if relation is None:  # a statement without a result
+            return
+        reader: pa.RecordBatchReader = relation.to_arrow_reader(10_000)
         batches = list(_at_most(reader, 0 if as_json else limit))
-    except duckdb.Error as error:
+    except (duckdb.Error, pa.ArrowException, OSError) as error:
         # What a table could not be read for is ours to say, and no fault of the query.
         failed = [view.failure for view in tables.values() if view.failure is not None]
         raise failed[0] if failed else typer.BadParameter(str(error).strip()) from error
