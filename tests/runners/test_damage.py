@@ -108,8 +108,14 @@ def test_a_damaged_object_is_named_and_an_older_checkpoint_restored(
     assert saved_state(open_store(tree), FN) == dict(reference.state)
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("name", OBJECTS)
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        pytest.param(name, damage, marks=[pytest.mark.slow] if (i + j) % 2 else [])
+        for i, name in enumerate(OBJECTS)
+        for j, damage in enumerate(DAMAGE)
+    ],
+)
 def test_a_run_with_an_until_stops_instead_and_names_both_boundaries(tree, name, damage):
     DAMAGE[damage](OBJECTS[name](tree))
     chosen = open_store(tree).recover_latest_validated().chosen
