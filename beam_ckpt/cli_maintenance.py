@@ -30,7 +30,6 @@ Exit status:
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +39,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from beam_ckpt._durations import parse_duration
 from beam_ckpt._terminal import (
     DAMAGED,
     OK,
@@ -64,8 +64,6 @@ __all__ = ["register"]
 
 _READERS = 8
 _NAMED = 3
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
-_PART = r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([smhdw])"
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
@@ -355,12 +353,10 @@ def _policy(keep_last: int | None, keep_for: str | None) -> RetentionPolicy:
 
 
 def _seconds(text: str, option: str) -> float:
-    if not re.fullmatch(f"(?:{_PART})+", text):
-        raise typer.BadParameter(
-            f"{text[:40]!r} is no duration: write 90s, 30m, 12h, 7d, 2w or 1d12h",
-            param_hint=option,
-        )
-    return float(sum(float(number) * _UNITS[unit] for number, unit in re.findall(_PART, text)))
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from error
 
 
 def _total(report: PruneReport, sizes: dict[str | None, int]) -> int:

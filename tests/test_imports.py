@@ -16,6 +16,7 @@ REPO = Path(__file__).resolve().parent.parent
 
 # A unit imports only units with a smaller number (and itself). `testing` stands above everything.
 LAYERS = {
+    "beam_ckpt._durations": 0,
     "beam_ckpt._terminal": 0,
     "beam_ckpt._rows": 1,
     "beam_ckpt._keys": 0,

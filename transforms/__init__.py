@@ -2,9 +2,11 @@
 
 from beam_ckpt.transforms.checkpoints import CheckpointedParDo, Checkpoints
 from beam_ckpt.transforms.committer import CheckpointResult
+from beam_ckpt.transforms.options import CheckpointOptions
 from beam_ckpt.transforms.state_io import PruneCheckpoints, ReadState, RestoreState
 
 __all__ = [
+    "CheckpointOptions",
     "CheckpointResult",
     "CheckpointedParDo",
     "Checkpoints",

@@ -57,6 +57,7 @@ from beam_ckpt.transforms.offsets import (
     SummariseFn,
     Summary,
 )
+from beam_ckpt.transforms.options import given_settings
 from beam_ckpt.transforms.restore import ReadSaved, RestorePlan, check_compatible, plan_restore
 from beam_ckpt.transforms.runners import (
     AloneInItsStage,
@@ -85,9 +86,12 @@ class Checkpoints:
 
     Leaving the ``with`` block adds the step that publishes.
 
+    Each setting is also a pipeline option, which wins over what the code says; see
+    `~beam_ckpt.transforms.CheckpointOptions`.
+
     Args:
         pipeline: The pipeline under construction.
-        store: A path, a URL, or a `~beam_ckpt.CheckpointStore`.
+        store: A path, a URL, or a `~beam_ckpt.CheckpointStore`; `None` where the option says it.
         every: Interval of checkpoints in event time; boundaries are its multiples. `None`: one, at
             the end.
         until: Cut of a bounded run: exactly the elements and timers below it are processed, and
@@ -118,7 +122,7 @@ class Checkpoints:
     def __init__(
         self,
         pipeline: beam.Pipeline,
-        store: str | os.PathLike[str] | CheckpointStore,
+        store: str | os.PathLike[str] | CheckpointStore | None = None,
         *,
         every: Seconds | None = None,
         until: Seconds | None = None,
@@ -132,6 +136,21 @@ class Checkpoints:
         max_files_per_group: int = 8,
     ) -> None:
         prepare(pipeline)
+        given = given_settings(pipeline.options)
+        if not isinstance(store, CheckpointStore):
+            store = given.get("store", store)
+        if store is None:
+            raise PipelineRefusedError(
+                "these checkpoints have no store. What to do: give store='/a/path', a URL or a "
+                "CheckpointStore, or the pipeline option --checkpoint_store."
+            )
+        every, until = given.get("every", every), given.get("until", until)
+        restore, keep = given.get("restore", restore), given.get("keep", keep)
+        key_groups = given.get("key_groups", key_groups)
+        alignment, late = given.get("alignment", alignment), given.get("late", late)
+        on_fallback = given.get("on_fallback", on_fallback)
+        on_missing = given.get("on_missing", on_missing)
+        max_files_per_group = given.get("max_files_per_group", max_files_per_group)
         _check_choice("alignment", alignment, ("exactly_once", "at_least_once"))
         _check_choice("late", late, ("drop", "reprocess"))
         _check_choice("on_fallback", on_fallback, ("refuse", "accept"))
@@ -585,7 +604,7 @@ class CheckpointedParDo(beam.PTransform[Any, Any]):
         fn: The author's DoFn, unchanged.
         *args: Static arguments of ``process``, as in `beam.ParDo`.
         uid: The operator's identity; keep it, whatever else changes.
-        store: A path, a URL, or a `~beam_ckpt.CheckpointStore`.
+        store: See `Checkpoints`.
         time_sorted: Give the DoFn its elements in event-time order per key, ties by their encoded
             value; then its outputs are the same on every runner.
         every: See `Checkpoints`. So are `until`, `restore`, `keep`, `key_groups`, `alignment`,
@@ -620,11 +639,6 @@ class CheckpointedParDo(beam.PTransform[Any, Any]):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        if store is None:
-            raise PipelineRefusedError(
-                "CheckpointedParDo has no store. What to do: give store='/a/path', a URL, or a "
-                "CheckpointStore."
-            )
         _check_author(fn, args, kwargs, uid)
         self._fn, self._args, self._kwargs = fn, args, kwargs
         self._uid, self._store, self._time_sorted = uid, store, time_sorted
