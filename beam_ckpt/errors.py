@@ -142,7 +142,7 @@ class StateIncompatibleError(CheckpointError, ValueError):
 
 
 class PipelineRefusedError(CheckpointError, ValueError):
-    """A pipeline was refused while it was being built."""
+    """A pipeline was refused: while it was being built, or when what it cannot use came in."""
 
 
 class WatermarkError(CheckpointError, RuntimeError):

@@ -25,6 +25,7 @@ from apache_beam.transforms.window import (
     TimestampedValue,
 )
 
+from beam_ckpt import inspect, open_store
 from beam_ckpt.errors import PipelineRefusedError
 from beam_ckpt.transforms import CheckpointedParDo, Checkpoints
 from beam_ckpt.transforms.graph import cut_window
@@ -39,6 +40,13 @@ class CountFn(beam.DoFn):
 
     def process(self, element, count=beam.DoFn.StateParam(COUNT)):
         yield element
+
+
+class SumFn(beam.DoFn):
+    SUM = ReadModifyWriteStateSpec("sum", VarIntCoder())
+
+    def process(self, element, total=beam.DoFn.StateParam(SUM)):
+        total.write((total.read() or 0) + element[1])
 
 
 CountFn = beam.typehints.with_output_types(tuple[str, int])(CountFn)
@@ -193,3 +201,37 @@ def test_data_that_is_known_to_have_no_timestamps_is_not_cut_by_event_time(setti
     with pytest.raises(PipelineRefusedError, match=r"'op' reads 'Plain'.*no event time.*What to"):
         _ = both | CheckpointedParDo(CountFn(), uid="op", store="memory://graph", **settings)
     _ = both | "Drained" >> CheckpointedParDo(CountFn(), uid="op2", store="memory://graph2")
+
+
+@pytest.mark.parametrize("settings", [{"every": 60}, {"until": 60}, {}])
+def test_an_element_without_a_timestamp_stops_a_run_that_is_cut_by_event_time(settings, tmp_path):
+    """Only when it comes: any DoFn may have stamped it, so it cannot be known before."""
+    store = open_store(tmp_path)
+
+    def run(step: Any, **settings: Any) -> None:
+        with beam.Pipeline(runner="FnApiRunner") as p:
+            _ = (
+                p
+                | beam.Create([("a", 1), ("b", 2)])
+                | beam.Map(step).with_output_types(tuple[str, int])
+                | CheckpointedParDo(CountFn(), uid="op", store=store, **settings)
+            )
+
+    if not settings:  # It would be dropped as applied.
+        run(lambda kv: TimestampedValue(kv, 1), until=60)
+    before = store.list_ids()
+    with pytest.raises(Exception, match=r"'op' got an element without a timestamp.*What to do"):
+        run(lambda kv: kv, **settings)
+    assert store.list_ids() == before
+
+
+def test_elements_without_timestamps_go_from_one_drained_run_to_the_next(tmp_path):
+    store = open_store(tmp_path)
+    for _ in range(2):
+        with beam.Pipeline(runner="FnApiRunner") as p:
+            _ = (
+                p
+                | beam.Create([("a", 1), ("b", 2)]).with_output_types(tuple[str, int])
+                | CheckpointedParDo(SumFn(), uid="op", store=store)
+            )
+    assert sorted(inspect.state(store, "op")["sum"].to_pylist()) == [2, 4]

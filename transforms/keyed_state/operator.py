@@ -23,9 +23,10 @@ from apache_beam.transforms.window import TimestampedValue
 from apache_beam.utils.timestamp import Timestamp
 from apache_beam.utils.windowed_value import PANE_INFO_UNKNOWN, WindowedValue
 
-from beam_ckpt.errors import StateIncompatibleError, WatermarkError
+from beam_ckpt.errors import PipelineRefusedError, StateIncompatibleError, WatermarkError
 from beam_ckpt.keygroups import key_group
 from beam_ckpt.transforms.elements import Restored
+from beam_ckpt.transforms.graph import NO_EVENT_TIME
 from beam_ckpt.transforms.keyed_state.clock import BEFORE_ALL, DRAINED, MS, NO_EXPIRY, Epochs
 from beam_ckpt.transforms.keyed_state.control import Control
 from beam_ckpt.transforms.keyed_state.key import KeyState
@@ -109,6 +110,10 @@ class KeyedOperator:
             self._floor = BEFORE_ALL
         self._always_ready = not config.time_sorted and (epochs.every is None or not config.aligned)
         self._drops_replayed = config.late == "drop"
+        # Below it is what a cut in event time has applied, or cannot date at all.
+        self._dated_from = self._boundary
+        if self._may_carry:
+            self._dated_from = max(self._boundary, BEFORE_ALL + 1)
         self._keeps_pane = bool(signature.process.pane or signature.process.windowed)
         self._tie_coder = config.value_coder if config.time_sorted else None
         self._element_names = signature.process.element
@@ -184,7 +189,9 @@ class KeyedOperator:
         timestamp: int = windowed.timestamp_micros
         if type(value) is Restored:
             return self._restore(state, value)
-        if timestamp < self._boundary:
+        if timestamp < self._dated_from:
+            if timestamp <= BEFORE_ALL and (self._may_carry or self._drops_replayed):
+                self._refuse_undated()
             if self._drops_replayed:
                 self._replayed.inc()
                 return ()
@@ -292,6 +299,13 @@ class KeyedOperator:
             arguments[name] = windowed.pane_info
         for name in process.windowed:
             arguments[name] = windowed
+
+    def _refuse_undated(self) -> None:
+        raise PipelineRefusedError(
+            f"operator {self._config.uid!r} got an element without a timestamp (it is at "
+            "MIN_TIMESTAMP) in a run that cuts, or was cut, by event time: it would count as older "
+            f"than every cut, and be dropped as applied after a restore. {NO_EVENT_TIME}."
+        )
 
     def _refuse_outputs(self, outputs: Any) -> None:
         kind = type(outputs).__name__
