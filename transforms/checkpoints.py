@@ -62,6 +62,7 @@ from beam_ckpt.transforms.restore import ReadSaved, RestorePlan, check_compatibl
 from beam_ckpt.transforms.runners import (
     AloneInItsStage,
     DeclareWindowing,
+    check_lateness,
     prepare,
     takes_over_a_running_job,
 )
@@ -442,6 +443,7 @@ class _Operator(beam.PTransform[Any, Any]):
         job, uid = self._job, self._uid
         key_coder, value_coder = _input_coders(pcoll, uid)
         check_timestamps(pcoll, uid, job._epochs)
+        check_lateness(pcoll, uid)
         if self._time_sorted and not job._aligned:
             raise PipelineRefusedError(
                 f"operator {uid!r} has time_sorted=True, for which elements wait, and the "

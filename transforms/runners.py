@@ -18,10 +18,18 @@ from typing import Any
 import apache_beam as beam
 from apache_beam.options.pipeline_options import DebugOptions, GoogleCloudOptions
 from apache_beam.transforms.timeutil import TimeDomain
+from apache_beam.transforms.window import GlobalWindows
+from apache_beam.utils.timestamp import Duration
 
 from beam_ckpt.errors import PipelineRefusedError
 
-__all__ = ["AloneInItsStage", "DeclareWindowing", "prepare", "takes_over_a_running_job"]
+__all__ = [
+    "AloneInItsStage",
+    "DeclareWindowing",
+    "check_lateness",
+    "prepare",
+    "takes_over_a_running_job",
+]
 
 
 class DeclareWindowing(beam.ParDo):
@@ -31,6 +39,9 @@ class DeclareWindowing(beam.ParDo):
     """
 
     def __init__(self, fn: beam.DoFn, windowing: Any) -> None:
+        if _has_lateness(windowing):
+            # DirectRunner looks for this name, and then does not take Prism; see `check_lateness`.
+            fn.is_materialize_values_do_fn = True  # type: ignore[attr-defined]
         super().__init__(fn)
         self._windowing = windowing
 
@@ -87,6 +98,32 @@ def prepare(pipeline: beam.Pipeline) -> None:
         _keep_prism_from_splitting(pipeline)
     if isinstance(pipeline.runner, (BundleBasedDirectRunner, SwitchingDirectRunner)):
         _give_bundle_based_timer_holds()
+
+
+def check_lateness(pcoll: Any, uid: str) -> None:
+    """Refuses windows with an allowed lateness on Prism, which drops state at a window's end.
+
+    (It knows the lateness of a GroupByKey's windows only. `DirectRunner`, which may take Prism, is
+    kept from it.)
+
+    Raises:
+        PipelineRefusedError: Names the operator and the way out.
+    """
+    from apache_beam.runners.portability.prism_runner import PrismRunner
+
+    if isinstance(pcoll.pipeline.runner, PrismRunner) and _has_lateness(pcoll.windowing):
+        raise PipelineRefusedError(
+            f"the windows of operator {uid!r} have an allowed lateness, and Prism drops a window's "
+            "state at its end, so that late elements would meet none. What to do: take "
+            "allowed_lateness=0, or another runner."
+        )
+
+
+def _has_lateness(windowing: Any) -> bool:
+    # An author's own `Windowing` may have any duration; in the global window nothing is ever late.
+    return bool(
+        windowing.windowfn != GlobalWindows() and Duration.of(windowing.allowed_lateness).micros
+    )
 
 
 def _keep_prism_from_splitting(pipeline: beam.Pipeline) -> None:

@@ -100,6 +100,7 @@ def histories(
     many: int = 1,
     least: int = 0,
     no_ties: bool = False,
+    lateness: Sequence[int] = (0, 45_000_000),
 ) -> History:
     subject = draw(st.sampled_from(SUBJECTS))
     data = draw(data_sets(min_size=least, max_size=size))
@@ -112,8 +113,8 @@ def histories(
     if every is not None and every < 50_000_000:
         every = 50_000_000  # Shorter ones make many wake-ups and show nothing more.
     window_fn = draw(st.sampled_from(WINDOWS))
-    lateness = draw(st.sampled_from([0, 45_000_000]))
-    return History(subject, data, source, boundaries, groups, every, window_fn, lateness)
+    allowed = draw(st.sampled_from(lateness))
+    return History(subject, data, source, boundaries, groups, every, window_fn, allowed)
 
 
 def comparable(state):
@@ -235,7 +236,11 @@ def of_prism(engine, least: int) -> dict[str, object]:
     """How examples are drawn for an engine."""
     if engine.runner != "PrismRunner":
         return {}
-    return {"least": max(least, engine.source == "live"), "no_ties": engine.source != "batch"}
+    return {
+        "least": max(least, engine.source == "live"),
+        "no_ties": engine.source != "batch",
+        "lateness": (0,),  # any other is refused
+    }
 
 
 @pytest.mark.timeout(1200)

@@ -15,11 +15,12 @@ from apache_beam.coders import VarIntCoder
 from apache_beam.options.pipeline_options import DebugOptions, PipelineOptions
 from apache_beam.runners.portability.prism_runner import PrismRunner
 from apache_beam.transforms.userstate import ReadModifyWriteStateSpec
-from apache_beam.transforms.window import TimestampedValue
+from apache_beam.transforms.window import FixedWindows, TimestampedValue
 from apache_beam.utils.shared import Shared
 from apache_beam.version import __version__ as beam_version
 
 from beam_ckpt import open_store
+from beam_ckpt.errors import PipelineRefusedError
 from beam_ckpt.testing import prism as prism_module
 from beam_ckpt.testing.cuts import run_checkpointed, run_plain, saved_state
 from beam_ckpt.testing.event_loop import run_event_loop
@@ -131,6 +132,27 @@ def test_the_direct_runner_falls_back_where_it_finds_none(tmp_path, caplog, monk
     with caplog.at_level(logging.INFO, "apache_beam.runners.direct"):
         check_two_runs(tmp_path, "DirectRunner", ["--prism_location=/nowhere/prism"])
     assert "Falling back to DirectRunner" in caplog.text
+
+
+LATE = {"window_fn": FixedWindows(60), "lateness": 45_000_000}
+
+
+def test_windows_with_an_allowed_lateness_are_refused_on_prism(prism, tmp_path):
+    refused = r"operator 'subject'.*lateness.*What to do: .*another runner"
+    with pytest.raises(PipelineRefusedError, match=refused):
+        run_checkpointed(DelayChainFn(), DATA, runner="PrismRunner", store=tmp_path, **LATE)
+
+
+def test_the_direct_runner_does_not_take_prism_for_them(prism, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "apache_beam.runners.direct"):
+        for windowing, taken in (({**LATE, "lateness": 0}, True), (LATE, False)):
+            caplog.clear()
+            store = open_store(tmp_path / str(taken))
+            run_checkpointed(
+                DelayChainFn(), DATA, runner="DirectRunner", store=store, options=prism_options(),
+                time_sorted=True, **windowing,
+            )  # fmt: skip
+            assert ("Running pipeline with PrismRunner" in caplog.text) == taken
 
 
 def running(binary: Path) -> list[int]:
