@@ -35,6 +35,12 @@ _UNREAD = object()
 _IMMUTABLE = frozenset({int, str, bytes, float, bool, type(None), complex})
 
 
+def _frozen(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(type(part) in _IMMUTABLE for part in value)
+    return type(value) in _IMMUTABLE
+
+
 class _PackedCell:
     """A value packed in the key's one cell: decoded at the first read, encoded once per bundle."""
 
@@ -56,11 +62,14 @@ class _PackedCell:
     def encoded(self) -> bytes | None:
         """The value in its coder's bytes; `None` if the cell is empty."""
         if self._encoded is _UNREAD:
-            self._encoded = self._coder.encode(self._value)
+            self._encoded = self._encode(self._value)
         elif self._encoded is SPILLED:
             self._encoded = self._key.spilled(self._index)
         assert self._encoded is None or isinstance(self._encoded, bytes)
         return self._encoded
+
+    def _encode(self, value: Any) -> Any:
+        return self._coder.encode(value)
 
     def packed(self) -> bytes | object | None:
         """As `encoded`, but a value that is still in the overflow cell stays there, unread."""
@@ -111,8 +120,14 @@ class CombiningCell(_PackedCell, userstate.CombiningValueRuntimeState):
         if self._encoded is None:
             return self._combine_fn.create_accumulator()
         if self._value is _UNREAD:
-            self._value = self._coder.decode(self.encoded())
+            # Merged, as Beam does: some accumulators (`TopCombineFn`) are whole only then.
+            decoded = self._coder.decode(self.encoded())
+            self._value = self._combine_fn.merge_accumulators([decoded])
         return self._value
+
+    def _encode(self, value: Any) -> Any:
+        # Compacted, `TopCombineFn` has plain values instead of pickles.
+        return self._coder.encode(self._combine_fn.compact(value))
 
     def add(self, value: Any) -> None:
         self._value = self._combine_fn.add_input(self._accumulator(), value)
@@ -121,12 +136,12 @@ class CombiningCell(_PackedCell, userstate.CombiningValueRuntimeState):
 
     def read(self) -> Any:
         accumulator = self._accumulator()
-        output = self._combine_fn.extract_output(accumulator)
-        if output is accumulator and type(output) not in _IMMUTABLE and self._encoded is not None:
-            # The author has it now; the cell goes on from its bytes.
+        if self._encoded is not None and not _frozen(accumulator):
+            # Some CombineFns change what they extract from, or give it away: the cell goes on
+            # from its bytes.
             self.encoded()
             self._value = _UNREAD
-        return output
+        return self._combine_fn.extract_output(accumulator)
 
 
 class _GrowingCell:
