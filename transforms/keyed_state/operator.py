@@ -118,7 +118,7 @@ class KeyedOperator:
         self._tie_coder = config.value_coder if config.time_sorted else None
         self._element_names = signature.process.element
         self._timestamp_names = signature.process.timestamp
-        self._aligned = config.aligned
+        self._windows, self._aligned = config.windows, config.aligned
         self._has_wall_timers = "processing" in signature.domains
         # By key, or by key and window.
         self._keys: dict[Any, KeyState] = {}
@@ -174,7 +174,7 @@ class KeyedOperator:
     ) -> Iterable[Any]:
         """One element, live or restored; returns its outputs."""
         key, value = element
-        slot = (key, windowed.windows[0]) if self._config.windows else key
+        slot = (key, windowed.windows[0]) if self._windows else key
         try:
             state = self._keys.get(slot)
         except TypeError as error:
@@ -377,7 +377,7 @@ class KeyedOperator:
         self, key: Any, fired: int, window: Any, control: Any, buffer: Any, runners: Sequence[Any]
     ) -> Iterator[Any]:
         """The clock of a key was set for `fired` µs; yields the outputs of what is due."""
-        slot = (key, window) if self._config.windows else key
+        slot = (key, window) if self._windows else key
         state = self._keys.get(slot)
         if state is None:
             state = self._load(slot, key, window, control, buffer, runners)
@@ -400,7 +400,7 @@ class KeyedOperator:
 
         In event time it comes when it comes: it belongs to the epoch that is open then.
         """
-        slot = (key, window) if self._config.windows else key
+        slot = (key, window) if self._windows else key
         state = self._keys.get(slot)
         if state is None:
             state = self._load(slot, key, window, control, buffer, runners)
