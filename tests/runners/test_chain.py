@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 
 import apache_beam as beam
+import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
 
 from beam_ckpt import open_store
@@ -73,6 +74,17 @@ def run_chain(engine, store, until: float | None) -> list[Output]:
     return collected
 
 
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "FnApiRunner-batch",
+        "BundleBasedDirectRunner-stream",
+        "PrismRunner-live",
+        pytest.param("PrismRunner-batch", marks=pytest.mark.slow),
+        pytest.param("PrismRunner-stream", marks=pytest.mark.slow),
+    ],
+    indirect=True,
+)
 def test_two_operators_share_one_exact_checkpoint(engine):
     store = open_store(f"memory://{uuid.uuid4().hex}")
     middle = [

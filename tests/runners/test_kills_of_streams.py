@@ -80,10 +80,6 @@ def kill_at_random(root: Path, fn: beam.DoFn, moments: list[float]) -> Crashes:
     return crashes
 
 
-def test_a_stream_killed_at_a_step_of_the_protocol_goes_on_exactly(prism, tmp_path):
-    kill_at_step(tmp_path, "after a marker", RemindersFn())
-
-
 def test_a_stream_killed_in_the_middle_goes_on_exactly(prism, tmp_path):
     assert kill_at_random(tmp_path, DelayChainFn(), [2.2]).kills == 1
 

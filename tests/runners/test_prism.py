@@ -99,6 +99,7 @@ class AppendFn(beam.DoFn):
             file.write(f"{os.getpid()} {element!r}\n".encode())
 
 
+@pytest.mark.slow
 def test_workers_in_processes_of_their_own_save_and_restore_the_same(prism, tmp_path):
     fn, store, path = DelayChainFn(), open_store(tmp_path / "ckpt"), tmp_path / "outputs"
     processes = "--experiments=use_loopback_process_worker"
