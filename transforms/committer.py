@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import platform
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from typing import Any
 
 import apache_beam as beam
 from apache_beam.coders import coders
-from apache_beam.metrics.metric import Metrics
 from apache_beam.transforms import userstate
 from apache_beam.transforms.window import TimestampedValue
 from apache_beam.utils.timestamp import Timestamp
@@ -31,15 +31,17 @@ from beam_ckpt.manifest import (
     OperatorSnapshotEntry,
     PipelineIdentity,
     RunIdentity,
+    SidecarEntry,
     SourceOffsetEntry,
     new_checkpoint_id,
+    uuid7_millis,
 )
 from beam_ckpt.retention import RetentionPolicy
 from beam_ckpt.store import CheckpointStore
 from beam_ckpt.transforms.clocked import ClockedDoFn
 from beam_ckpt.transforms.columns import OperatorState
 from beam_ckpt.transforms.keyed_state.clock import DRAINED, MS
-from beam_ckpt.transforms.keyed_state.operator import METRICS
+from beam_ckpt.transforms.metrics import counter, distribution, gauge
 from beam_ckpt.transforms.offsets import decode_offsets, next_source_offsets
 from beam_ckpt.transforms.writer import decode_new_sidecar
 
@@ -120,17 +122,29 @@ class CommitFn(ClockedDoFn):
         self._sources = dict(sources)
         self._store, self._run_id, self._keep = store, run_id, keep
         self._operators, self._key_groups = tuple(operators), key_groups
+        self._uids = ", ".join(repr(operator.uid) for operator in self._operators)
         self._base_id, self._last, self._fallbacks = base_id, last, fallbacks
         self.declare(
             f"ckpt_committer_{name}",
             {"sidecars": self._SIDECARS, "progress": self._PROGRESS},
             on_clock=[("timestamp", beam.DoFn.TimestampParam)],
         )
-        self._committed = Metrics.counter(METRICS, "checkpoints_committed")
-        self._passed_over = Metrics.counter(METRICS, "checkpoints_passed_over_at_restore")
-        self._not_pruned = Metrics.counter(METRICS, "prunes_skipped")
-        self._repaired = Metrics.counter(METRICS, "pointers_repaired")
-        self._pruned = Metrics.counter(METRICS, "checkpoints_pruned")
+        self._committed = counter("checkpoints_committed")
+        self._passed_over = counter("checkpoints_passed_over_at_restore")
+        self._not_pruned = counter("prunes_skipped")
+        self._repaired = counter("pointers_repaired")
+        self._pruned = counter("checkpoints_pruned")
+        self._failed = counter("checkpoints_failed")
+        self._skipped = counter("checkpoints_skipped")
+        self._duration = distribution("checkpoint_duration_ms")
+        self._commit_duration = distribution("commit_duration_ms")
+        self._lag = distribution("boundary_lag_ms")
+        self._interval = distribution("checkpoint_interval_ms")
+        self._files = distribution("files_per_checkpoint")
+        self._bytes = distribution("bytes_per_checkpoint")
+        self._rows = distribution("rows_per_checkpoint")
+        self._committed_at = gauge("last_checkpoint_committed_at_ms")
+        self._committed_boundary = gauge("last_checkpoint_boundary_ms")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CommitFn, self._arguments
@@ -212,21 +226,33 @@ class CommitFn(ClockedDoFn):
             state.ended = True
         if not news and base is not None and base.watermark == watermark:
             # Nothing has changed since, and that is what is published already.
+            self._skipped.inc()
             return None
         if not news and not last:
+            self._skipped.inc()
             return None
-        self._store.check_generation(state.generation, self._run_id)
-        manifest = self._publish(state, base, watermark, news)
-        new = news.sidecars
+        new, began = news.sidecars, time.monotonic()
+        at = None if watermark is None else Timestamp(micros=watermark)
+        try:
+            self._store.check_generation(state.generation, self._run_id)
+            manifest = self._publish(state, base, watermark, news)
+        except Exception as error:
+            self._failed.inc()
+            _LOGGER.warning(
+                "the checkpoint of operators %s at boundary %s was not published: %s",
+                self._uids, at, error,
+            )  # fmt: skip
+            raise
+        self._measure(manifest, base, new, time.monotonic() - began)
         state.boundary, state.base_id = boundary, manifest.id
         pruned = self._prune()
         self._committed.inc()
         self._pruned.inc(pruned)
         size = sum(sidecar.entry.size_bytes for sidecar in new)
-        at = None if watermark is None else Timestamp(micros=watermark)
         _LOGGER.info(
-            "checkpoint %d published: boundary %s, %d sidecars, %d bytes, %d in all, %d pruned",
-            manifest.id, at, len(new), size, manifest.total_size_bytes, pruned,
+            "checkpoint %d of operators %s published: boundary %s, %d sidecars, %d bytes, "
+            "%d in all, %d pruned",
+            manifest.id, self._uids, at, len(new), size, manifest.total_size_bytes, pruned,
         )  # fmt: skip
         return CheckpointResult(
             manifest.id,
@@ -238,6 +264,30 @@ class CommitFn(ClockedDoFn):
             manifest.total_size_bytes,
             pruned,
         )
+
+    def _measure(
+        self,
+        manifest: CheckpointManifest,
+        base: CheckpointManifest | None,
+        new: Sequence[NewSidecar],
+        took_s: float,
+    ) -> None:
+        now = time.time_ns() // 1_000_000
+        entries = [sidecar.entry for sidecar in new]
+        written = [millis for entry in entries if (millis := _written_ms(entry)) is not None]
+        # Clocks of other machines may be ahead of this one's.
+        self._duration.update(max(0, now - min(written, default=now)))
+        self._commit_duration.update(round(took_s * 1000))
+        self._files.update(len(entries))
+        self._bytes.update(sum(entry.size_bytes for entry in entries))
+        self._rows.update(sum(entry.rows for entry in entries))
+        self._committed_at.set(now)
+        if base is not None:
+            self._interval.update(max(0, manifest.timestamp_ms - base.timestamp_ms))
+        if manifest.watermark is not None:
+            boundary = manifest.watermark // 1000
+            self._lag.update(now - boundary)
+            self._committed_boundary.set(boundary)
 
     def _prune(self) -> int:
         try:
@@ -338,6 +388,12 @@ class CommitFn(ClockedDoFn):
         except ValueError:
             return None  # Damaged, so not one to build on; its id stays used.
         return manifest if manifest is not None and manifest.run == run else None
+
+
+def _written_ms(entry: SidecarEntry) -> int | None:
+    """Wall clock at which a file was named; `None` where its name does not say."""
+    found = re.search(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\.parquet$", entry.path or "")
+    return None if found is None else uuid7_millis(found[1])
 
 
 class _News:

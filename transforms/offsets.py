@@ -36,7 +36,6 @@ from typing import Any
 
 import apache_beam as beam
 from apache_beam.coders import coders
-from apache_beam.metrics.metric import Metrics
 from apache_beam.pvalue import TaggedOutput
 from apache_beam.transforms import userstate
 from apache_beam.transforms.window import TimestampedValue
@@ -47,7 +46,7 @@ from beam_ckpt.errors import CheckpointTooLargeError
 from beam_ckpt.manifest import CheckpointManifest, SourceOffsetEntry
 from beam_ckpt.transforms.clocked import ClockedDoFn
 from beam_ckpt.transforms.keyed_state.clock import BEFORE_ALL, DRAINED, MS, Epochs
-from beam_ckpt.transforms.keyed_state.operator import METRICS
+from beam_ckpt.transforms.metrics import counter
 
 __all__ = [
     "OFFSETS",
@@ -183,7 +182,7 @@ class OffsetsFn(ClockedDoFn):
             process=[("timestamp", beam.DoFn.TimestampParam)],
             on_clock=[("key", beam.DoFn.KeyParam), ("timestamp", beam.DoFn.TimestampParam)],
         )
-        self._behind = Metrics.counter(METRICS, "offsets_behind_a_checkpoint")
+        self._behind = counter("offsets_behind_a_checkpoint")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OffsetsFn, self._arguments

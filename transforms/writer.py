@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import apache_beam as beam
 from apache_beam.coders import coders
-from apache_beam.metrics.metric import Metrics
 from apache_beam.transforms import userstate
 from apache_beam.transforms.window import TimestampedValue
 from apache_beam.utils.timestamp import Timestamp
@@ -27,7 +26,7 @@ from beam_ckpt.store import CheckpointStore
 from beam_ckpt.transforms.clocked import ClockedDoFn
 from beam_ckpt.transforms.columns import OperatorState
 from beam_ckpt.transforms.keyed_state.clock import DRAINED, MS
-from beam_ckpt.transforms.keyed_state.operator import METRICS
+from beam_ckpt.transforms.metrics import counter
 
 __all__ = ["WriteSidecarsFn", "decode_new_sidecar", "encode_new_sidecar"]
 
@@ -84,9 +83,9 @@ class WriteSidecarsFn(ClockedDoFn):
             on_clock=[("key", beam.DoFn.KeyParam), ("timestamp", beam.DoFn.TimestampParam)],
         )
         self._due: dict[Any, int] = {}
-        self._rows = Metrics.counter(METRICS, "rows_written")
-        self._files = Metrics.counter(METRICS, "sidecars_written")
-        self._bytes = Metrics.counter(METRICS, "sidecar_bytes_written")
+        self._rows = counter("rows_written")
+        self._files = counter("sidecars_written")
+        self._bytes = counter("sidecar_bytes_written")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WriteSidecarsFn, self._arguments

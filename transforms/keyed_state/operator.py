@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import apache_beam as beam
 from apache_beam.coders import coders
-from apache_beam.metrics.metric import Metrics
 from apache_beam.pvalue import TaggedOutput
 from apache_beam.transforms.window import TimestampedValue
 from apache_beam.utils.timestamp import Timestamp
@@ -30,15 +29,14 @@ from beam_ckpt.transforms.graph import NO_EVENT_TIME
 from beam_ckpt.transforms.keyed_state.clock import BEFORE_ALL, DRAINED, MS, NO_EXPIRY, Epochs
 from beam_ckpt.transforms.keyed_state.control import Control
 from beam_ckpt.transforms.keyed_state.key import KeyState
+from beam_ckpt.transforms.metrics import counter
 from beam_ckpt.transforms.signature import Call, Signature, TimerDomain
 from beam_ckpt.transforms.snapshot import CarriedOutput, SavedTimer, SnapshotRecord
 
-__all__ = ["METRICS", "SNAPSHOTS", "KeyedOperator", "OperatorConfig"]
+__all__ = ["SNAPSHOTS", "KeyedOperator", "OperatorConfig"]
 
 #: Tag of the output that carries snapshot records: (key group, (boundary in µs, record bytes)).
 SNAPSHOTS = "beam_ckpt_snapshots"
-#: Namespace of this library's Beam metrics.
-METRICS = "beam_ckpt"
 #: Events worked through in one wake-up; the clock is set again for the rest, so bundles stay small.
 _EVENTS_PER_WAKE = 10_000
 
@@ -122,15 +120,15 @@ class KeyedOperator:
         self._has_wall_timers = "processing" in signature.domains
         # By key, or by key and window.
         self._keys: dict[Any, KeyState] = {}
-        self._replayed = Metrics.counter(METRICS, "elements_dropped_as_replayed")
-        self._late = Metrics.counter(METRICS, "elements_late")
-        self._expired = Metrics.counter(METRICS, "elements_dropped_as_expired")
-        self._beyond = Metrics.counter(METRICS, "elements_beyond_until")
-        self._buffered = Metrics.counter(METRICS, "elements_buffered")
-        self._restored = Metrics.counter(METRICS, "keys_restored")
-        self._ignored = Metrics.counter(METRICS, "restored_records_ignored")
-        self._saved = Metrics.counter(METRICS, "keys_saved")
-        self._carried = Metrics.counter(METRICS, "outputs_carried")
+        self._replayed = counter("elements_dropped_as_replayed")
+        self._late = counter("elements_late")
+        self._expired = counter("elements_dropped_as_expired")
+        self._beyond = counter("elements_beyond_until")
+        self._buffered = counter("elements_buffered")
+        self._restored = counter("keys_restored")
+        self._ignored = counter("restored_records_ignored")
+        self._saved = counter("keys_saved")
+        self._carried = counter("outputs_carried")
 
     def setup(self) -> None:
         """Sets up what the author's DoFn gets from Beam."""
