@@ -20,6 +20,7 @@ LAYERS = {
     "beam_ckpt._terminal": 0,
     "beam_ckpt._rows": 1,
     "beam_ckpt._keys": 0,
+    "beam_ckpt._primitives": 0,
     "beam_ckpt.errors": 0,
     "beam_ckpt.keygroups": 1,
     "beam_ckpt.manifest": 2,
