@@ -59,6 +59,7 @@ from beam_ckpt.errors import (
     InvalidCheckpointError,
     StoreUrlError,
 )
+from beam_ckpt.inspect._readable import WINDOW_TIMES
 from beam_ckpt.store import open_store
 
 if TYPE_CHECKING:
@@ -234,6 +235,7 @@ def state(
         int | None, typer.Option(help="Checkpoint id; default: the newest valid one.")
     ] = None,
     limit: Annotated[int, typer.Option(help="Rows at most; 0 for all.", min=0)] = 20,
+    as_bytes: cli_query.Bytes = False,
     as_json: Json = False,
 ) -> None:
     """Prints rows of an operator's state, one per key and window."""
@@ -242,7 +244,9 @@ def state(
     rows: list[dict[str, object]] = []
     columns: list[str] = []
     wanted = None if key is None else cli_query.typed_key(manifest, operator, key)
-    for table in inspect.state_by_key_group(opened, operator, at=manifest.id, key=wanted):
+    for table in inspect.state_by_key_group(
+        opened, operator, at=manifest.id, key=wanted, untyped=cli_query.untyped(as_bytes)
+    ):
         columns = columns or _columns(table, cell)
         found = (
             table if key is None or wanted is not None else table.filter(_is_key(table["key"], key))
@@ -288,7 +292,8 @@ def _columns(table: pa.Table, cells: list[str] | None) -> list[str]:
     for name in cells or ():
         if name not in there:
             raise CheckpointNotFoundError(f"no cell {name!r}; there are {', '.join(there)}")
-    return ["key", *(cells or [*there, "_updated", "_timers"])]
+    windows = [name for name in WINDOW_TIMES if name in table.column_names]
+    return ["key", *windows, *(cells or [*there, "_updated", "_timers"])]
 
 
 def _is_key(keys: pa.ChunkedArray, wanted: str) -> pa.ChunkedArray:

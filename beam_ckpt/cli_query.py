@@ -8,7 +8,8 @@
 
 None of them writes to the store. A KEY is text, a number, `0x...` bytes, or a JSON list for a key
 of several parts. With `--json` each prints one JSON object per line to stdout (bytes as `0x...`,
-event times as ISO 8601 in UTC). `export` writes a file whole or not at all.
+event times as ISO 8601 in UTC). Cells whose coder nobody chose are shown as JSON, unless `--bytes`;
+what is pickled in them is not opened. `export` writes a file whole or not at all.
 
 Exit status:
 
@@ -46,16 +47,20 @@ from beam_ckpt._rows import as_json as to_json
 from beam_ckpt._rows import plain_rows, shown
 from beam_ckpt._terminal import Json, StoreArgument, print_json, printable
 from beam_ckpt.inspect._duckdb import StateView, views
+from beam_ckpt.inspect._readable import WINDOW_TIMES, Untyped
 from beam_ckpt.store import open_store
 
 if TYPE_CHECKING:
     from beam_ckpt.manifest import CheckpointManifest
 
-__all__ = ["register", "typed_key"]
+__all__ = ["Bytes", "register", "typed_key", "untyped"]
 
 Operator = Annotated[str, typer.Argument(help="The operator's uid.", metavar="OPERATOR")]
 At = Annotated[int | None, typer.Option(help="Checkpoint id; default: the newest valid one.")]
 Limit = Annotated[int, typer.Option(help="Rows at most; 0 for all.", min=0)]
+Bytes = Annotated[
+    bool, typer.Option("--bytes", help="Cells without a type as Beam wrote them, not as JSON.")
+]
 Cells = Annotated[list[str] | None, typer.Option("--cell", help="Only these cells.")]
 
 
@@ -87,6 +92,7 @@ def timers(
     wanted = None if key is None else _key(manifest, operator, key)
     table = inspect.timers(opened, operator, at=manifest.id, key=wanted)
     columns = ["fire", "key", "family", "tag", "domain"]
+    columns += [name for name in WINDOW_TIMES if name in table.column_names]
     _show(table.select(columns), len(table), limit, as_json, nothing="no pending timers")
 
 
@@ -95,12 +101,13 @@ def history(
     operator: Operator,
     key: Annotated[str, typer.Argument(help="The key.", metavar="KEY")],
     cell: Cells = None,
+    as_bytes: Bytes = False,
     as_json: Json = False,
 ) -> None:
     """Shows what one key's state was at each retained checkpoint, the oldest first."""
     opened = open_store(store, create=False)
     wanted = _key(inspect.find_checkpoint(opened), operator, key)
-    table = inspect.history(opened, operator, wanted, cells=cell)
+    table = inspect.history(opened, operator, wanted, cells=cell, untyped=untyped(as_bytes))
     hidden = {"epoch", "problem", "_key", "_window", "_carried"}
     columns = [name for name in table.column_names if name not in hidden]
     problems = [row for row in table.select(["id", "problem"]).to_pylist() if row["problem"]]
@@ -120,6 +127,7 @@ def diff(
         list[str] | None, typer.Argument(help="Default: all.", metavar="OPERATOR...")
     ] = None,
     limit: Limit = 50,
+    as_bytes: Bytes = False,
     as_json: Json = False,
 ) -> None:
     """Shows which keys changed between two checkpoints, and how.
@@ -134,7 +142,7 @@ def diff(
             text = f"operator {uid} is only in checkpoint {a if uid in before else b}"
             Console(stderr=True).print(text, markup=False)
             continue
-        found = inspect.diff(opened, a, b, uid)
+        found = inspect.diff(opened, a, b, uid, untyped=untyped(as_bytes))
         if as_json:
             print_json({"operator": uid} | row for row in plain_rows(found))
             continue
@@ -144,10 +152,12 @@ def diff(
         console.print(f"operator {uid}", style="bold", markup=False)
         console.print(", ".join(f"{count} {name}" for name, count in counts.items()))
         cells = [n for n in found.column_names if n not in _NOT_SHOWN]
-        table = Table("change", "key", *map(_heading, cells))
+        windows = [name for name in WINDOW_TIMES if name in found.column_names]
+        table = Table("change", "key", *map(_heading, windows), *map(_heading, cells))
         for row in islice(plain_rows(found), limit or None):
             both = (row[name] for name in cells)
-            table.add_row(shown(row["change"]), shown(row["key"]), *map(_before_and_after, both))
+            which = (shown(row[name]) for name in ("change", "key", *windows))
+            table.add_row(*which, *map(_before_and_after, both))
         if table.rows:
             console.print(table)
         _say_more(len(found), limit)
@@ -158,6 +168,7 @@ def sql(
     query: Annotated[str, typer.Argument(help="For DuckDB.", metavar="QUERY")],
     at: At = None,
     limit: Limit = 100,
+    as_bytes: Bytes = False,
     as_json: Json = False,
 ) -> None:
     """Runs a query over the state; each operator is a table of its name.
@@ -170,7 +181,8 @@ def sql(
         import duckdb
     except ImportError:
         raise typer.BadParameter("it needs DuckDB: pip install 'beam-ckpt[sql]'") from None
-    tables = views(open_store(store, create=False), at="latest" if at is None else at)
+    opened = open_store(store, create=False)
+    tables = views(opened, at="latest" if at is None else at, untyped=untyped(as_bytes))
     connection = duckdb.connect()
     try:
         for uid, view in tables.items():
@@ -197,6 +209,7 @@ def export(
     ] = None,
     at: At = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
+    as_bytes: Bytes = False,
 ) -> None:
     """Writes all of an operator's state, one row per key and window, key group by key group.
 
@@ -208,7 +221,7 @@ def export(
         raise typer.BadParameter(f"{output} exists: choose another name, or --force")
     opened = open_store(store, create=False)
     manifest = inspect.find_checkpoint(opened, "latest" if at is None else at)
-    rows = StateView(opened, manifest, operator)
+    rows = StateView(opened, manifest, operator, untyped(as_bytes))
     if output is None:
         _write(rows, format, sys.stdout.buffer)
         sys.stdout.flush()
@@ -221,7 +234,12 @@ def export(
 
 # -- helpers -----------------------------------------------------------------------------------
 
-_NOT_SHOWN = frozenset({"change", "key", "_key", "_window", "_updated", "_carried"})
+_NOT_SHOWN = frozenset({"change", "key", "_key", "_window", *WINDOW_TIMES, "_updated", "_carried"})
+
+
+def untyped(as_bytes: bool) -> Untyped:
+    """What the option `--bytes` means."""
+    return "bytes" if as_bytes else "json"
 
 
 def typed_key(manifest: CheckpointManifest, operator: str, text: str) -> object | None:

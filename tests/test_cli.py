@@ -289,10 +289,18 @@ def test_state_as_json_shows_bytes_as_hex(root: Path, capsys: pytest.CaptureFixt
     (found,) = json_lines(capsys.readouterr().out)
     assert found["count"] == 1
     assert found["recent"] == ["joe0"]
-    assert found["pickled"] == "0x" + NEVER_OPENED.hex()
+    assert json.loads(str(found["pickled"])) == {"undecoded": "0x" + NEVER_OPENED.hex()}
     assert found["_updated"] == "1970-01-01T00:17:00Z"
     timer = {"family": "flush", "tag": "", "domain": "event", "fire": "1970-01-01T00:22:00Z"}
     assert found["_timers"] == [timer | {"output": None}]
+
+
+def test_state_with_untyped_cells_as_they_are(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert beam_ckpt("state", root, UID, "--key", "joe", "--json", "--bytes") == 0
+    (found,) = json_lines(capsys.readouterr().out)
+    assert found["pickled"] == "0x" + NEVER_OPENED.hex()
 
 
 def test_state_of_one_cell_at_an_older_checkpoint(

@@ -9,8 +9,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from beam_ckpt.inspect._catalog import AnyStore, At, find_checkpoint, find_operator, open_existing
+from beam_ckpt.inspect._readable import WINDOW_TIMES, Untyped, readable_rows
 from beam_ckpt.inspect._state import one_table, read_group, together
-from beam_ckpt.manifest import CheckpointManifest
+from beam_ckpt.manifest import CheckpointManifest, PartitionSnapshotEntry
 from beam_ckpt.store import CheckpointStore
 
 __all__ = ["DIFF", "diff"]
@@ -22,14 +23,14 @@ DIFF = pa.schema(
         pa.field("_window", pa.binary(), nullable=False),
     ]
 )
-"""Schema of `diff`, beside `key` (after `change`; it has the type of the operator's keys) and a
-struct of `before` and `after` for each cell, `_timers`, `_carried` and `_updated`. `change` is
-`added`, `removed` or `changed`."""
+"""Schema of `diff`, beside `key` (after `change`; it has the type of the operator's keys),
+`_window_start` and `_window_end` where windows are intervals, and a struct of `before` and `after`
+for each cell, `_timers`, `_carried` and `_updated`. `change` is `added`, `removed` or `changed`."""
 
-_IDENTITY = ("key", "_key", "_window")
+_IDENTITY = ("key", "_key", "_window", *WINDOW_TIMES)
 
 
-def diff(store: AnyStore, a: At, b: At, uid: str) -> pa.Table:
+def diff(store: AnyStore, a: At, b: At, uid: str, *, untyped: Untyped = "bytes") -> pa.Table:
     """Compares the state of one operator in two checkpoints.
 
     Key groups whose files are the same in both are not read, so that the difference between
@@ -40,6 +41,7 @@ def diff(store: AnyStore, a: At, b: At, uid: str) -> pa.Table:
         a: The id of the one before, or `latest`.
         b: The id of the one after, or `latest`.
         uid: The operator.
+        untyped: See `state`. As JSON a list and a tuple of the same items are the same.
 
     Returns:
         A table of one row per key and window that differs, sorted by `_key` and `_window` in each
@@ -51,7 +53,7 @@ def diff(store: AnyStore, a: At, b: At, uid: str) -> pa.Table:
     """
     opened = open_existing(store)
     before, after = find_checkpoint(opened, a), find_checkpoint(opened, b)
-    tables = [_compare(*pair) for pair in _pairs(opened, before, after, uid)]
+    tables = [_compare(*pair) for pair in _pairs(opened, before, after, uid, untyped)]
     found = [table for table in tables if len(table)] or tables[:1]
     if not found:
         return pa.schema([DIFF.field(0), pa.field("key", pa.null()), *list(DIFF)[1:]]).empty_table()
@@ -59,25 +61,35 @@ def diff(store: AnyStore, a: At, b: At, uid: str) -> pa.Table:
 
 
 def _pairs(
-    store: CheckpointStore, before: CheckpointManifest, after: CheckpointManifest, uid: str
+    store: CheckpointStore,
+    before: CheckpointManifest,
+    after: CheckpointManifest,
+    uid: str,
+    untyped: Untyped,
 ) -> Iterator[tuple[pa.Table, pa.Table]]:
     """Yields rows of both sides that can be compared with each other alone."""
-    sides = [
+
+    def read(manifest: CheckpointManifest, partition: PartitionSnapshotEntry | None) -> pa.Table:
+        if partition is None:
+            return pa.table({})
+        return readable_rows(read_group(store, partition), manifest, uid, untyped)
+
+    old, new = (
         {p.partition_id: p for p in find_operator(manifest, uid, store).partitions}
         for manifest in (before, after)
-    ]
+    )
     if before.key_group_count != after.key_group_count:  # a key is in another group now
-        one, two = (together([read_group(store, p) for p in side.values()]) for side in sides)
-        yield _both(one, two)
+        one = [read(before, partition) for partition in old.values()]
+        two = [read(after, partition) for partition in new.values()]
+        yield _both(together(one) if one else pa.table({}), together(two) if two else pa.table({}))
         return
-    for group in sorted({*sides[0], *sides[1]}):
-        old, new = sides[0].get(group), sides[1].get(group)
-        if old and new and [e.sha256 for e in old.sidecars] == [e.sha256 for e in new.sidecars]:
-            continue
-        nothing = pa.table({})
-        yield _both(
-            read_group(store, old) if old else nothing, read_group(store, new) if new else nothing
-        )
+    for group in sorted({*old, *new}):
+        if _files(old.get(group)) != _files(new.get(group)):
+            yield _both(read(before, old.get(group)), read(after, new.get(group)))
+
+
+def _files(partition: PartitionSnapshotEntry | None) -> list[str]:
+    return [] if partition is None else [entry.sha256 for entry in partition.sidecars]
 
 
 def _both(before: pa.Table, after: pa.Table) -> tuple[pa.Table, pa.Table]:
@@ -123,7 +135,7 @@ def _compare(before: pa.Table, after: pa.Table) -> pa.Table:
     change = ["removed"] * len(removed) + ["changed"] * len(stayed) + ["added"] * len(added)
     at_left, at_right = (pa.array(rows, mask=rows < 0) for rows in (left, right))
     columns: dict[str, pa.Array] = {"change": pa.array(change, pa.string())}
-    for name in _IDENTITY:
+    for name in (n for n in _IDENTITY if n in after.column_names):
         sides = (before[name].take(at_left), after[name].take(at_right))
         columns[name] = pc.if_else(pa.array(left < 0), sides[1], sides[0])
     for name in (*content, "_updated"):

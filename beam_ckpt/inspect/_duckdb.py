@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from beam_ckpt.errors import CheckpointError
 from beam_ckpt.inspect._catalog import AnyStore, At, find_checkpoint, find_operator, open_existing
+from beam_ckpt.inspect._readable import Untyped, readable_rows
 from beam_ckpt.inspect._state import read_group
 from beam_ckpt.manifest import CheckpointManifest, PartitionSnapshotEntry
 from beam_ckpt.store import CheckpointStore
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["StateView", "duckdb", "views"]
 
 
-def duckdb(store: AnyStore, *, at: At = "latest") -> DuckDBPyConnection:
+def duckdb(store: AnyStore, *, at: At = "latest", untyped: Untyped = "bytes") -> DuckDBPyConnection:
     """Returns a DuckDB connection, in memory, in which each operator is a view of its name.
 
     A query reads the operators that it names, key group by key group, from wherever the store is;
@@ -29,6 +30,7 @@ def duckdb(store: AnyStore, *, at: At = "latest") -> DuckDBPyConnection:
     Args:
         store: A path, a URL or a store.
         at: The id of a checkpoint; `latest` is the newest valid one.
+        untyped: See `state`; what is ``"json"`` is text for DuckDB's JSON functions.
 
     Raises:
         ImportError: DuckDB is not installed: ``pip install 'beam-ckpt[sql]'``.
@@ -44,17 +46,22 @@ def duckdb(store: AnyStore, *, at: At = "latest") -> DuckDBPyConnection:
             "DuckDB is not installed. What to do: pip install 'beam-ckpt[sql]'"
         ) from error
     connection = engine.connect()
-    for uid, view in views(store, at=at).items():
+    for uid, view in views(store, at=at, untyped=untyped).items():
         connection.register(uid, view)
     return connection
 
 
-def views(store: AnyStore, *, at: At = "latest") -> dict[str, StateView]:
+def views(
+    store: AnyStore, *, at: At = "latest", untyped: Untyped = "bytes"
+) -> dict[str, StateView]:
     """Returns each operator of a checkpoint as something that DuckDB can read again and again."""
     opened = open_existing(store)
     manifest = find_checkpoint(opened, at)
     known = manifest.pipeline.operators if manifest.pipeline else {}
-    return {uid: StateView(opened, manifest, uid) for uid in sorted({*manifest.operators, *known})}
+    return {
+        uid: StateView(opened, manifest, uid, untyped)
+        for uid in sorted({*manifest.operators, *known})
+    }
 
 
 class StateView:
@@ -67,10 +74,18 @@ class StateView:
             only as a text.
     """
 
-    def __init__(self, store: CheckpointStore, manifest: CheckpointManifest, uid: str) -> None:
+    def __init__(
+        self,
+        store: CheckpointStore,
+        manifest: CheckpointManifest,
+        uid: str,
+        untyped: Untyped = "bytes",
+    ) -> None:
         """Takes an operator of a checkpoint; nothing is read."""
         self.failure: CheckpointError | None = None
         self._store, self._partitions = store, find_operator(manifest, uid, store).partitions
+        self._manifest, self._uid = manifest, uid
+        self._untyped: Untyped = untyped
         self._schema: pa.Schema | None = None
 
     def __arrow_c_schema__(self) -> object:
@@ -112,7 +127,8 @@ class StateView:
 
     def _read(self, partition: PartitionSnapshotEntry) -> pa.Table:
         try:
-            return read_group(self._store, partition)
+            rows = read_group(self._store, partition)
         except CheckpointError as error:
             self.failure = error
             raise
+        return readable_rows(rows, self._manifest, self._uid, self._untyped)

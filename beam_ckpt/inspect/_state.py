@@ -18,6 +18,7 @@ from beam_ckpt.inspect._catalog import (
     nearest,
     open_existing,
 )
+from beam_ckpt.inspect._readable import WINDOW_TIMES, Untyped, readable_rows
 from beam_ckpt.keygroups import key_group
 from beam_ckpt.manifest import CheckpointManifest, PartitionSnapshotEntry
 from beam_ckpt.sidecar import cell_column_name, read_chain
@@ -47,7 +48,8 @@ TIMERS = pa.schema(
     ]
 )
 """Schema of `timers`, after `key`, which has the type of the operator's keys. `fire` is when the
-timer is due; `output` the timestamp of what it emits, null for `fire`."""
+timer is due; `output` the timestamp of what it emits, null for `fire`. Where windows are intervals
+`_window_start` and `_window_end` come after these."""
 
 HISTORY = pa.schema(
     [
@@ -71,13 +73,15 @@ def state(
     at: At = "latest",
     key: object = None,
     cells: Sequence[str] | None = None,
+    untyped: Untyped = "bytes",
 ) -> pa.Table:
     """Reads the state of one operator: one row per key and window.
 
     The columns are those of a sidecar without `_deleted`: `key` and one column per cell, typed
     where their coders have an Arrow type and binary elsewhere (null = empty), `_key` and
-    `_window` (encoded), `_updated` (event time of the last touch), `_timers` and `_carried`
-    (outputs dated beyond the cut).
+    `_window` (encoded), `_window_start` and `_window_end` (where windows are intervals),
+    `_updated` (event time of the last touch), `_timers` and `_carried` (outputs dated beyond the
+    cut).
 
     Args:
         store: A path, a URL or a store.
@@ -89,6 +93,10 @@ def state(
             encoded bytes, where that is binary).
         cells: Only these cells: the columns are then `key`, the cells', `_key`, `_window` and
             `_updated`, and no others are decoded.
+        untyped: What cells are whose coder nobody chose, so that Beam took that of anything:
+            ``"bytes"``, as Beam wrote them, or ``"json"``, as text. Tuples and sets are lists
+            then, bytes ``"0x..."``, and what Beam pickled, which is not opened,
+            ``{"undecoded": "0x..."}``.
 
     Raises:
         CheckpointNotFoundError: There is no store, no such checkpoint, or no such operator or
@@ -97,7 +105,9 @@ def state(
         InvalidCheckpointError: A sidecar is damaged.
         ValueError: `key` cannot be a key of this operator.
     """
-    return together(list(state_by_key_group(store, uid, at=at, key=key, cells=cells)))
+    return together(
+        list(state_by_key_group(store, uid, at=at, key=key, cells=cells, untyped=untyped))
+    )
 
 
 def state_by_key_group(
@@ -107,23 +117,24 @@ def state_by_key_group(
     at: At = "latest",
     key: object = None,
     cells: Sequence[str] | None = None,
+    untyped: Untyped = "bytes",
 ) -> Iterator[pa.Table]:
     """Reads what `state` does, one table per key group: bounded by the largest of them."""
     opened = open_existing(store)
     if key is None or at != "latest":
         manifest = find_checkpoint(opened, at)
-        yield from _by_key_group(opened, manifest, uid, key, cells)
+        yield from _by_key_group(opened, manifest, uid, key, cells, untyped)
         return
     # For one key the pointer is enough: what is read is verified. To make sure that all of the
     # checkpoint is there takes a request per file.
     manifest = _pointed(opened) or find_checkpoint(opened)
     try:
-        tables = list(_by_key_group(opened, manifest, uid, key, cells))
+        tables = list(_by_key_group(opened, manifest, uid, key, cells, untyped))
     except (InvalidCheckpointError, CheckpointNotFoundError):
         valid = find_checkpoint(opened)
         if valid.id == manifest.id:
             raise
-        tables = list(_by_key_group(opened, valid, uid, key, cells))
+        tables = list(_by_key_group(opened, valid, uid, key, cells, untyped))
     yield from tables
 
 
@@ -151,17 +162,26 @@ def timers(store: AnyStore, uid: str, *, at: At = "latest", key: object = None) 
         for name in TIMERS.names:
             own = name in _OWN
             columns[name] = rows[name].take(owner) if own else pc.struct_field(timer, name)
+        for name in WINDOW_TIMES:
+            if name in rows.column_names:
+                columns[name] = rows[name].take(owner)
         found.append(pa.table(columns))
     table = together(found)
     if not found:
         return pa.schema([pa.field("key", pa.null()), *TIMERS]).empty_table()
-    table = table.cast(pa.schema([table.schema.field("key"), *TIMERS]))
+    own_fields = [f for f in table.schema if f.name not in TIMERS.names]
+    table = table.cast(pa.schema([own_fields[0], *TIMERS, *own_fields[1:]]))
     order = ("fire", "_key", "_window", "family", "tag")
     return table.sort_by([(name, "ascending") for name in order])
 
 
 def history(
-    store: AnyStore, uid: str, key: object, *, cells: Sequence[str] | None = None
+    store: AnyStore,
+    uid: str,
+    key: object,
+    *,
+    cells: Sequence[str] | None = None,
+    untyped: Untyped = "bytes",
 ) -> pa.Table:
     """Reads what one key's state was at each retained checkpoint, the oldest first.
 
@@ -170,6 +190,7 @@ def history(
         uid: The operator.
         key: The key; see `state`.
         cells: See `state`.
+        untyped: See `state`.
 
     Returns:
         A table of the schema `HISTORY` and the columns of `state`: a row per finalized checkpoint
@@ -199,7 +220,7 @@ def history(
                     continue
             there = None if cells is None else [c for c in cells if _has_cell(manifest, uid, c)]
             unknown.difference_update(there or ())
-            rows = together(list(_by_key_group(opened, manifest, uid, key, there)))
+            rows = together(list(_by_key_group(opened, manifest, uid, key, there, untyped)))
             found.append((facts | {"present": len(rows) > 0}, rows))
         except (InvalidCheckpointError, CheckpointNotFoundError) as error:
             found.append((facts | {"present": None, "problem": str(error)}, None))
@@ -263,6 +284,7 @@ def _by_key_group(
     uid: str,
     key: object,
     cells: Sequence[str] | None,
+    untyped: Untyped,
 ) -> Iterator[pa.Table]:
     partitions = find_operator(manifest, uid, store).partitions
     columns = None if cells is None else _columns(store, manifest, uid, cells)
@@ -278,7 +300,7 @@ def _by_key_group(
             rows = rows.filter(_is(rows["key"], key))
         if columns is not None:
             rows = rows.select([name for name in columns if name in rows.column_names])
-        yield rows
+        yield readable_rows(rows, manifest, uid, untyped)
 
 
 def read_group(

@@ -6,16 +6,18 @@ from pathlib import Path
 
 import apache_beam as beam
 import pytest
-from apache_beam.coders import FloatCoder, StrUtf8Coder, VarIntCoder
+from apache_beam.coders import FastPrimitivesCoder, FloatCoder, StrUtf8Coder, VarIntCoder
+from apache_beam.transforms.combiners import MeanCombineFn
 from apache_beam.transforms.timeutil import TimeDomain
 from apache_beam.transforms.userstate import (
     BagStateSpec,
+    CombiningValueStateSpec,
     ReadModifyWriteStateSpec,
     SetStateSpec,
     TimerSpec,
     on_timer,
 )
-from apache_beam.transforms.window import TimestampedValue
+from apache_beam.transforms.window import SlidingWindows, TimestampedValue
 
 from beam_ckpt.transforms import Checkpoints
 
@@ -41,6 +43,9 @@ class TotalsFn(beam.DoFn):
     MEAN = ReadModifyWriteStateSpec("mean", FloatCoder())
     RECENT = BagStateSpec("recent", VarIntCoder())
     NAMES = SetStateSpec("names", StrUtf8Coder())
+    # Nobody chose coders for these two.
+    LAST = ReadModifyWriteStateSpec("last", FastPrimitivesCoder())
+    AVERAGE = CombiningValueStateSpec("average", combine_fn=MeanCombineFn())
     FLUSH = TimerSpec("flush", TimeDomain.WATERMARK)
 
     def process(
@@ -51,11 +56,13 @@ class TotalsFn(beam.DoFn):
         mean=beam.DoFn.StateParam(MEAN),
         recent=beam.DoFn.StateParam(RECENT),
         names=beam.DoFn.StateParam(NAMES),
+        last=beam.DoFn.StateParam(LAST),
+        average=beam.DoFn.StateParam(AVERAGE),
         flush=beam.DoFn.TimerParam(FLUSH),
     ):
         key, amount = element
         if amount == CLEAR:
-            for cell in (total, mean, recent, names):
+            for cell in (total, mean, recent, names, last, average):
                 cell.clear()
             flush.clear()
             return
@@ -66,6 +73,8 @@ class TotalsFn(beam.DoFn):
             mean.write(float("nan") if key == "eve" else total.read() / 2)
             recent.add(amount)
             names.add(key.upper())
+            last.write((key, amount, None))
+            average.add(amount)
             flush.set(ts + 1000)
         yield key, amount
 
@@ -81,9 +90,33 @@ class PairsFn(beam.DoFn):
         seen.write((seen.read() or 0) + 1)
 
 
+class PerWindowFn(beam.DoFn):
+    SEEN = ReadModifyWriteStateSpec("seen", VarIntCoder())
+    LATER = TimerSpec("later", TimeDomain.WATERMARK)
+
+    def process(
+        self,
+        element,
+        window=beam.DoFn.WindowParam,
+        seen=beam.DoFn.StateParam(SEEN),
+        later=beam.DoFn.TimerParam(LATER),
+    ):
+        seen.write((seen.read() or 0) + 1)
+        later.set(window.end)
+
+    @on_timer(LATER)
+    def on_later(self):
+        pass
+
+
 def stamp(event):
     seconds, key, amount = event
     return TimestampedValue((key, amount), seconds)
+
+
+def by_parity(element):
+    _, amount = element
+    return "odd" if amount % 2 else "even", amount
 
 
 def by_pair(element):
@@ -101,6 +134,12 @@ def run(store: Path, until: int) -> None:
             events
             | "Typed" >> beam.Map(lambda e: e).with_output_types(tuple[str, int])
             | "Totals" >> ckpt.ParDo(TotalsFn(), uid="totals")
+        )
+        _ = (
+            events
+            | "Parity" >> beam.Map(by_parity).with_output_types(tuple[str, int])
+            | beam.WindowInto(SlidingWindows(1000, 500))
+            | "PerWindow" >> ckpt.ParDo(PerWindowFn(), uid="per window")
         )
         _ = (
             totals

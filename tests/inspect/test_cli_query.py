@@ -118,7 +118,7 @@ def test_diff_names_what_changed(root: Path, capsys: pytest.CaptureFixture[str])
     assert "1 → 11" in out
     assert beam_ckpt("diff", root, 1, 2, "--json") == 0
     rows = json_lines(capsys.readouterr().out)
-    assert {row["operator"] for row in rows} == {"totals", "pairs"}
+    assert {row["operator"] for row in rows} == {"totals", "pairs", "per window"}
     (bob,) = [row for row in rows if row["key"] == "bob"]
     assert (bob["change"], bob["total"]) == ("removed", {"before": 2, "after": None})
 
@@ -128,6 +128,18 @@ def test_diff_of_a_checkpoint_with_itself_is_nothing(
 ) -> None:
     assert beam_ckpt("diff", root, 3, 3, "--json") == 0
     assert capsys.readouterr().out == ""
+
+
+def test_windows_are_told_apart(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert beam_ckpt("state", root, "per window", "--key", "odd", "--at", 2, "--json") == 0
+    rows = json_lines(capsys.readouterr().out)
+    assert sorted(str(row["_window_start"]) for row in rows) == [
+        "1969-12-31T23:51:40Z", "1970-01-01T00:00:00Z",
+    ]  # fmt: skip
+    assert beam_ckpt("diff", root, 1, 2, "per window") == 0
+    assert "window_start" in capsys.readouterr().out
+    assert beam_ckpt("timers", root, "per window", "--json") == 0
+    assert all("_window_end" in row for row in json_lines(capsys.readouterr().out))
 
 
 # --- sql --------------------------------------------------------------------------------------
@@ -189,7 +201,7 @@ def test_without_duckdb_it_says_how_to_get_it(
 def test_export_as_parquet_is_the_same_table(root: Path, tmp_path: Path) -> None:
     file = tmp_path / "totals.parquet"
     assert beam_ckpt("export", root, "totals", "--format", "parquet", "-o", file) == 0
-    read, expected = pq.read_table(file), inspect.state(root, "totals")
+    read, expected = pq.read_table(file), inspect.state(root, "totals", untyped="json")
     assert read.schema.names == expected.schema.names
     by_sql = duckdb.sql(f"SELECT key, total FROM '{file}' ORDER BY key").fetchall()
     assert by_sql == [("ada", 11), ("eve", 3), ("joe", 4)]

@@ -141,6 +141,55 @@ def test_keys_of_an_unknown_coder_are_looked_for_in_all_files(
         inspect.state(root, "totals", key=object())
 
 
+def test_windows_that_are_intervals_have_their_times(root: Path) -> None:
+    table = inspect.state(root, "per window", at=2)
+    found = {
+        (row["key"], start // 1000, end // 1000, row["seen"])
+        for row, start, end in zip(
+            table.to_pylist(),
+            table["_window_start"].cast(pa.int64()).to_pylist(),
+            table["_window_end"].cast(pa.int64()).to_pylist(),
+            strict=True,
+        )
+    }
+    assert found == {
+        ("odd", -500, 500, 3), ("even", -500, 500, 3), ("odd", 0, 1000, 3), ("even", 0, 1000, 3),
+    }  # fmt: skip
+    some = inspect.state(root, "per window", at=2, cells=["seen"], key="odd")
+    assert some["_window_end"].type == pa.timestamp("ms", tz="UTC")
+    assert len(some) == 2
+    changed = inspect.diff(root, 1, 2, "per window").to_pylist()
+    assert {(row["key"], row["_window_start"].timestamp()) for row in changed} == {
+        ("odd", -500), ("even", -500), ("odd", 0), ("even", 0),
+    }  # fmt: skip
+    assert {row["change"] for row in changed} == {"changed"}
+
+
+def test_a_window_that_is_no_interval_has_no_times() -> None:
+    from beam_ckpt.inspect._readable import _interval
+
+    for window in (b"", b"\x00" * 8, b"\x80" + b"\x00" * 7 + b"\x80", b"\xff" * 30):
+        assert _interval(window) == (None, None)
+
+
+def test_untyped_cells_are_bytes_or_json_and_an_accumulator_shows_what_is_in_it(
+    root: Path,
+) -> None:
+    plain = inspect.state(root, "totals", key="ada")
+    assert plain.schema.field("last").type == pa.binary()
+    table = inspect.state(root, "totals", key="ada", untyped="json")
+    assert table["last"].to_pylist() == ['["ada", 10, null]']
+    assert table["average"].to_pylist() == ["[11, 2]"], "sum and count"
+    assert table.column_names == plain.column_names
+    gone = inspect.history(root, "totals", "bob", cells=["last"], untyped="json")
+    assert gone["last"].to_pylist() == ['["bob", 2, null]', None, None]
+    changed = inspect.diff(root, 1, 2, "totals", untyped="json").to_pylist()
+    (ada,) = [row for row in changed if row["key"] == "ada"]
+    assert ada["average"] == {"before": "[1, 1]", "after": "[11, 2]"}
+    query = "SELECT sum((average::JSON->>0)::INT), sum((average::JSON->>1)::INT) FROM totals"
+    assert inspect.duckdb(root, untyped="json").sql(query).fetchall() == [(18, 4)]
+
+
 # --- timers -----------------------------------------------------------------------------------
 
 
