@@ -30,7 +30,7 @@ from apache_beam.transforms.core import Windowing
 from apache_beam.transforms.display import DisplayDataItem
 from apache_beam.transforms.window import GlobalWindows, WindowFn
 from apache_beam.typehints import typehints
-from apache_beam.utils.timestamp import MIN_TIMESTAMP, Timestamp
+from apache_beam.utils.timestamp import MIN_TIMESTAMP, Duration, Timestamp
 from apache_beam.utils.windowed_value import PANE_INFO_UNKNOWN, WindowedValue
 
 from beam_ckpt.errors import (
@@ -49,7 +49,7 @@ from beam_ckpt.sidecar import read_chain
 from beam_ckpt.store import CheckpointStore, open_store
 from beam_ckpt.transforms._recorded import Recorded, recorded_coder
 from beam_ckpt.transforms.columns import CellState, OperatorState, coder_identity
-from beam_ckpt.transforms.restore import plan_restore
+from beam_ckpt.transforms.restore import is_over, plan_restore
 from beam_ckpt.transforms.runners import DeclareWindowing
 from beam_ckpt.transforms.signature import read_signature
 from beam_ckpt.transforms.snapshot import SnapshotRecord
@@ -70,6 +70,7 @@ class _StateOf(beam.PTransform[Any, Any]):
         cells: beam.DoFn | type[beam.DoFn] | None,
         key_coder: Coder | None,
         windows: WindowFn | None,
+        allowed_lateness: float | Duration,
         unsafe_unpickle: bool,
     ) -> None:
         super().__init__()
@@ -77,7 +78,14 @@ class _StateOf(beam.PTransform[Any, Any]):
         self._reader: _Reader | None = None
         if manifest is not None:
             self._reader = _reader(
-                store, manifest, uid, cells, key_coder, windows, bool(unsafe_unpickle)
+                store,
+                manifest,
+                uid,
+                cells,
+                key_coder,
+                windows,
+                Duration.of(allowed_lateness).micros,
+                bool(unsafe_unpickle),
             )
 
     def display_data(self) -> dict[str, Any]:
@@ -118,6 +126,8 @@ class ReadState(_StateOf):
         cells: The author's DoFn, or its class: its coders read the values.
         key_coder: Reads the keys, where the recorded coder is not one of Beam's own.
         windows: The operator's window function, where it is in other windows than the global one.
+            Nothing comes of windows that are over at the cut.
+        allowed_lateness: Of these windows, seconds.
         unsafe_unpickle: Whether recorded coders may unpickle. Pickles run whatever code they
             name: say so only of a store that nobody else writes to.
 
@@ -137,6 +147,7 @@ class ReadState(_StateOf):
         cells: beam.DoFn | type[beam.DoFn] | None = None,
         key_coder: Coder | None = None,
         windows: WindowFn | None = None,
+        allowed_lateness: float | Duration = 0,
         unsafe_unpickle: bool = False,
     ) -> None:
         opened = open_store(store, create=False)
@@ -149,7 +160,9 @@ class ReadState(_StateOf):
             raise CheckpointNotFoundError(
                 f"{opened.url} has no checkpoint yet. What to do: run the pipeline that writes it."
             )
-        super().__init__(opened, uid, manifest, cells, key_coder, windows, unsafe_unpickle)
+        super().__init__(
+            opened, uid, manifest, cells, key_coder, windows, allowed_lateness, unsafe_unpickle
+        )
 
 
 class RestoreState(_StateOf):
@@ -162,7 +175,8 @@ class RestoreState(_StateOf):
         uid: The operator.
         keep: What to keep of the older checkpoints (a number, or a retention policy); the others
             are pruned when the pipeline runs. `None`: all of them. What is read is always kept.
-        cells: See `ReadState`; so are `key_coder`, `windows` and `unsafe_unpickle`.
+        cells: See `ReadState`; so are `key_coder`, `windows`, `allowed_lateness` and
+            `unsafe_unpickle`.
 
     Raises:
         CheckpointNotFoundError: There are checkpoints, and the latest has no such operator.
@@ -180,11 +194,14 @@ class RestoreState(_StateOf):
         cells: beam.DoFn | type[beam.DoFn] | None = None,
         key_coder: Coder | None = None,
         windows: WindowFn | None = None,
+        allowed_lateness: float | Duration = 0,
         unsafe_unpickle: bool = False,
     ) -> None:
         opened = open_store(store)
         manifest = plan_restore(opened, "latest", until=None, on_fallback="accept").manifest
-        super().__init__(opened, uid, manifest, cells, key_coder, windows, unsafe_unpickle)
+        super().__init__(
+            opened, uid, manifest, cells, key_coder, windows, allowed_lateness, unsafe_unpickle
+        )
         self._keep = None if keep is None else retention(keep)
 
     def expand(self, pbegin: Any) -> Any:
@@ -282,6 +299,7 @@ class _Reader:
         readable: The cells whose values may be decoded; those of the others stay bytes.
         combine_fns: Of combining cells, by cell, where the author's DoFn is known.
         windows: Of the state.
+        lateness: Of the windows, µs: so long after their end they still have state.
         groups: The key groups that have any.
     """
 
@@ -292,6 +310,7 @@ class _Reader:
     readable: frozenset[str]
     combine_fns: Mapping[str, Any]
     windows: WindowFn
+    lateness: int
     groups: tuple[int, ...]
 
     @property
@@ -310,6 +329,7 @@ class _ReadStateFn(beam.DoFn):
     def __init__(self, reader: _Reader) -> None:
         self._reader = reader
         self._entry = OperatorSnapshotEntry()
+        self._boundary: int | None = None
 
     def setup(self) -> None:
         reader = self._reader
@@ -319,7 +339,7 @@ class _ReadStateFn(beam.DoFn):
                 f"checkpoint {reader.checkpoint_id} of {reader.store.url} is gone since this "
                 "pipeline was built. What to do: build it again, or tag the checkpoint first."
             )
-        self._entry = manifest.operators[reader.operator.uid]
+        self._entry, self._boundary = manifest.operators[reader.operator.uid], manifest.boundary
 
     def process(self, key_group: int) -> Iterator[Any]:
         reader, operator = self._reader, self._reader.operator
@@ -337,11 +357,14 @@ class _ReadStateFn(beam.DoFn):
         table = read_chain(partition.sidecars, reader.store.read_sidecar)
         for key, encoded in operator.to_encoded(table):
             record = SnapshotRecord.from_bytes(encoded)
+            window = operator.window_coder.decode(record.window)
+            if is_over(window, self._boundary, reader.lateness):
+                continue
             values = zip(names, decoders, record.cells, strict=True)
             yield WindowedValue(
                 (decode_key(key), {name: decode(value) for name, decode, value in values}),
                 MIN_TIMESTAMP,
-                (operator.window_coder.decode(record.window),),
+                (window,),
                 PANE_INFO_UNKNOWN,
             )
 
@@ -375,6 +398,7 @@ def _reader(
     fn: beam.DoFn | type[beam.DoFn] | None,
     key_coder: Coder | None,
     windows: WindowFn | None,
+    lateness: int,
     unsafe_unpickle: bool,
 ) -> _Reader:
     where = f"checkpoint {manifest.id} of {store.url}, operator {uid!r}"
@@ -413,6 +437,7 @@ def _reader(
         frozenset(readable),
         combine_fns,
         window_fn,
+        lateness,
         tuple(partition.partition_id for partition in entry.partitions),
     )
 

@@ -348,3 +348,45 @@ def walk(part):
     yield part
     for child in part.parts:
         yield from walk(child)
+
+
+FIRST = {"partition": lambda kv: kv[0], "offset": lambda kv: kv[1]}
+
+
+def tracked(uid: Any = "log", **settings: Any) -> Any:
+    """Builds a pipeline with a tracked source and one operator; returns the pipeline."""
+    pipeline = beam.Pipeline(runner="FnApiRunner")
+    pcoll = pipeline | beam.Create([("a", 1)]).with_output_types(tuple[str, int])
+    with Checkpoints(pipeline, "memory://refused-tracked") as ckpt:
+        pcoll |= ckpt.TrackOffsets(uid, **{**FIRST, **settings})
+        _ = pcoll | ckpt.ParDo(CountFn(), uid="op")
+    return pipeline
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"uid": ""}, "the source of TrackOffsets has no uid"),
+        ({"uid": "u" * 257}, "257 characters"),
+        ({"uid": "op"}, "two operators of this pipeline have uid 'op'"),
+        ({"disorder": -1}, "'log': disorder=-1"),
+        ({"disorder": 0.5}, "'log': disorder=0.5"),
+    ],
+)
+def test_a_source_that_cannot_be_tracked_is_refused(settings, message):
+    with pytest.raises(errors.PipelineRefusedError, match=message) as refused:
+        tracked(**settings)
+    assert "What to do" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"offset": lambda kv: "12"}, r"'log': offset= gave a str\. What to do.*an int"),
+        ({"offset": lambda kv: True}, r"'log': offset= gave a bool\. What to do.*an int"),
+        ({"partition": lambda kv: kv}, r"'log': partition= gave a tuple\. What to do.*a string"),
+    ],
+)
+def test_an_offset_or_partition_of_another_type_stops_the_run(settings, message):
+    with pytest.raises(Exception, match=message):
+        tracked(**settings).run().wait_until_finish()

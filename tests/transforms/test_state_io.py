@@ -14,12 +14,15 @@ from apache_beam.coders import (
     VarIntCoder,
 )
 from apache_beam.coders.coders import IntervalWindowCoder
+from apache_beam.transforms.combiners import CountCombineFn, MeanCombineFn
 from apache_beam.transforms.userstate import (
     BagStateSpec,
+    CombiningValueStateSpec,
+    OrderedListStateSpec,
     ReadModifyWriteStateSpec,
     SetStateSpec,
 )
-from apache_beam.transforms.window import FixedWindows, IntervalWindow
+from apache_beam.transforms.window import FixedWindows, IntervalWindow, WindowFn
 from apache_beam.utils.timestamp import MIN_TIMESTAMP, Timestamp
 
 from beam_ckpt import errors, open_store
@@ -361,3 +364,72 @@ def test_display_data_says_what_is_read(saved):
         "uid": "cells",
         "checkpoint": 4,
     }
+
+
+class MoreCellsFn(beam.DoFn):
+    """The other kinds of cells."""
+
+    MEAN = CombiningValueStateSpec(
+        "mean", TupleCoder((VarIntCoder(), VarIntCoder())), MeanCombineFn()
+    )
+    UNUSED = CombiningValueStateSpec("unused", VarIntCoder(), CountCombineFn())
+    PAST = OrderedListStateSpec("past", StrUtf8Coder())
+
+    def process(
+        self,
+        element,
+        at=beam.DoFn.TimestampParam,
+        mean=beam.DoFn.StateParam(MEAN),
+        unused=beam.DoFn.StateParam(UNUSED),
+        past=beam.DoFn.StateParam(PAST),
+    ):
+        mean.add(element[1])
+        past.add((at, f"at {element[1]}"))
+        yield element
+
+
+def save_more(store: Any, windows: Any = None, **settings: Any) -> None:
+    with (
+        beam.Pipeline(runner="FnApiRunner") as p,
+        Checkpoints(p, store, until=100, key_groups=2, **settings) as ckpt,
+    ):
+        pcoll = p | beam.Create(DATA) | beam.Map(cuts._stamp).with_output_types(tuple[str, int])
+        if windows is not None:
+            pcoll |= beam.WindowInto(windows)
+        _ = pcoll | ckpt.ParDo(MoreCellsFn(), uid="more")
+
+
+def test_combining_cells_and_ordered_lists_are_read_as_the_dofn_reads_them(store):
+    save_more(store)
+    values: dict[str, list[int]] = {}
+    for at, key, value in DATA:
+        if at < 100 * S:
+            values.setdefault(key, []).append(value)
+    past = {k: [(Timestamp(value), f"at {value}") for value in v] for k, v in values.items()}
+    assert state(ReadState(store, "more", cells=MoreCellsFn)) == {
+        key: {"mean": sum(v) / len(v), "unused": 0, "past": past[key]} for key, v in values.items()
+    }
+    assert state(ReadState(store, "more")) == {
+        key: {"mean": (sum(v), len(v)), "unused": None, "past": past[key]}
+        for key, v in values.items()
+    }
+
+
+def test_of_windows_that_are_over_at_the_cut_nothing_comes(store):
+    """What was saved of them lies in an older file, and nothing has been written since."""
+    save_more(store, FixedWindows(60), every=50)
+    read = {"windows": FixedWindows(60), "cells": MoreCellsFn}
+    for at, live in ((1, [IntervalWindow(0, 60)]), (2, [IntervalWindow(60, 120)])):
+        found = elements(ReadState(store, "more", at, **read))
+        cut = store.load_by_id(at).boundary
+        expected: dict[Any, list[int]] = {}
+        for time, key, value in DATA:
+            window = FixedWindows(60).assign(WindowFn.AssignContext(Timestamp(micros=time)))[0]
+            if time < cut and window in live:
+                expected.setdefault((key, window), []).append(value)
+        assert expected
+        assert {(output.value[0], output.window): output.value[1]["mean"] for output in found} == {
+            at: sum(v) / len(v) for at, v in expected.items()
+        }
+    late = elements(ReadState(store, "more", 2, allowed_lateness=41, **read))
+    assert {output.window for output in late} == {IntervalWindow(0, 60), IntervalWindow(60, 120)}
