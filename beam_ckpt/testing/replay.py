@@ -138,13 +138,15 @@ class ReadReplay(beam.PTransform[Any, Any]):
     """Reads a `ReplayLog`: an unbounded PCollection of its elements at their event times.
 
     When the log ends, so does the source, and the watermark goes to infinity. When a runner drains
-    the pipeline, it ends at once (its `truncate` leaves nothing).
+    the pipeline, it ends at once (its `truncate` leaves nothing); for runners that cannot be told
+    to, `drained_at` does the same at a position of the log.
 
     Args:
         log: What to read.
         start: Event time to begin at: nothing at or after it is missed, and some of what is older
             may come. `None`: from the beginning.
         speed: Seconds of event time per second; `None`: as fast as they are taken.
+        drained_at: The first position that is not read any more; `None`: all of the log is read.
         hint: Type hint of the elements.
     """
 
@@ -154,10 +156,11 @@ class ReadReplay(beam.PTransform[Any, Any]):
         *,
         start: Timestamp | None = None,
         speed: float | None = None,
+        drained_at: int | None = None,
         hint: Any = typehints.Any,
     ) -> None:
         super().__init__()
-        self._log, self._speed, self._hint = log, speed, hint
+        self._log, self._speed, self._drained_at, self._hint = log, speed, drained_at, hint
         self._start = None if start is None else start.micros
 
     def expand(self, pbegin: Any) -> Any:
@@ -165,7 +168,7 @@ class ReadReplay(beam.PTransform[Any, Any]):
         return (
             pbegin
             | beam.Impulse()
-            | "Begin" >> beam.ParDo(_BeginFn(self._log, self._start))
+            | "Begin" >> beam.ParDo(_BeginFn(self._log, self._start, self._drained_at))
             | "Read" >> beam.ParDo(_ReadFn(self._log, self._speed)).with_output_types(self._hint)
         )
 
@@ -175,11 +178,14 @@ _Task = tuple[int, int, float]
 
 
 class _BeginFn(beam.DoFn):
-    def __init__(self, log: ReplayLog, start: int | None) -> None:
-        self._log, self._start = log, start
+    def __init__(self, log: ReplayLog, start: int | None, drained_at: int | None) -> None:
+        self._log, self._start, self._drained_at = log, start, drained_at
 
     def process(self, element: Any) -> Iterator[_Task]:
-        yield self._log.position(self._start), self._log.stop, time.time()
+        first, stop = self._log.position(self._start), self._log.stop
+        if self._drained_at is not None:
+            stop = max(first, min(stop, self._drained_at))
+        yield first, stop, time.time()
 
 
 class _OneReaderTracker(OffsetRestrictionTracker):

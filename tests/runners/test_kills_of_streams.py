@@ -134,3 +134,23 @@ def test_an_endless_stream_that_is_cancelled_goes_on_exactly(prism, tmp_path):
     expected = run_event_loop(fn, elements(log, newest.boundary), until=newest.boundary)
     found = [o for o in last_of_each(runs, EVERY) if o.timestamp < newest.boundary]
     assert canonical(found) == canonical(expected.outputs)
+
+
+def test_a_drained_stream_has_exact_checkpoints_up_to_its_last_watermark(prism):
+    """What is closed by the drain holds less than its cut: the source had more to give."""
+    fn, store, position = DelayChainFn(), open_store(f"memory://{uuid.uuid4().hex}"), 70
+    options = PipelineOptions(["--runner=PrismRunner", "--streaming", *prism_options()])
+    with (
+        beam.Pipeline(options=options) as p,
+        Checkpoints(p, store, every=EVERY, keep=100, key_groups=2) as ckpt,
+    ):
+        source = ReadReplay(LOG, drained_at=position, hint=tuple[str, int])
+        _ = p | source | ckpt.ParDo(fn, uid="subject", time_sorted=True)
+    boundaries = {i: store.load_by_id(i).boundary for i in store.list_ids()}
+    last = LOG.watermark(position)
+    exact = [i for i, boundary in boundaries.items() if boundary is not None and boundary <= last]
+    assert len(exact) == last // (EVERY * 1_000_000) >= 2
+    for checkpoint_id in exact:
+        expected = run_event_loop(fn, elements(LOG), until=boundaries[checkpoint_id])
+        assert saved_state(store, fn, checkpoint_id=checkpoint_id) == dict(expected.state)
+    assert len(boundaries) > len(exact)
