@@ -1,4 +1,4 @@
-"""One key among a million, on Cloud Storage: few requests and bytes; and all of them in a stream."""
+"""One key of a million on Cloud Storage: few requests and bytes; and all of them in a stream."""
 
 from __future__ import annotations
 
