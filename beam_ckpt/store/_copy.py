@@ -89,6 +89,7 @@ def copy(
         note = marker_note(marker, stored.data)
         new |= _create(target, target._paths.final(id), marker.to_json(), note)
         (copied if new else present).append(id)
+    _restore_swept(source, target, [stored for _, stored, _ in chosen])
     for name, id in source.tags().items():
         if any(id == c[0] for c in chosen):
             target.tag(name, id)
@@ -161,6 +162,22 @@ def _copy_sidecar(
         return False
     data = source.read_sidecar(entry)
     return _create(target, target._paths.object(entry.path or ""), data)
+
+
+def _restore_swept(
+    source: BlobCheckpointStore, target: BlobCheckpointStore, copied: Iterable[Stored]
+) -> None:
+    """Copies again what a `gc` at the target took before a manifest there listed it.
+
+    One listing. By the names that they keep, copied files are older than any grace period.
+    """
+    prefix = target._paths.state
+    with target._io("listing", prefix):
+        there = {meta.key for meta in target.blobs.list(prefix)}
+    for stored in copied:
+        for entry in _files(stored.manifest.sidecars()):
+            if target._paths.object(entry.path or "") not in there:
+                _copy_sidecar(source, target, entry)
 
 
 def _create(target: BlobCheckpointStore, key: str, data: bytes, note: str = "") -> bool:

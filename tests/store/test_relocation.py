@@ -9,6 +9,7 @@ import pytest
 
 from beam_ckpt import open_store
 from beam_ckpt.errors import CheckpointStorageError
+from beam_ckpt.manifest import RunIdentity
 from beam_ckpt.store import copy
 from beam_ckpt.testing.faults import Fault, FaultPlan, faulty_store
 from beam_ckpt.testing.gcs import GcsBucket
@@ -68,4 +69,23 @@ def test_a_copy_that_was_interrupted_is_taken_up_again(tmp_path: Path) -> None:
     report = copy(source, target)
     assert (report.copied, report.present) == ((2, 3), (1,))
     assert report.sidecars == 1
+    assert target.load_latest() == source.load_latest()
+
+
+def test_a_copy_is_whole_though_gc_ran_at_its_target(tmp_path: Path) -> None:
+    """Until a manifest lists them, copied files are unlisted, and older than any grace period."""
+    source = open_store(tmp_path / "a")
+    for n, run_id in enumerate(["old", "new"], 1):
+        run = RunIdentity(generation=source.claim_generation(run_id), run_id=run_id)
+        commit(source, n, run=run)
+    target = open_store(tmp_path / "b")
+    swept: list[str] = []
+
+    def sweep(done: int, total: int) -> None:
+        swept.extend(g.key for g in target.gc(grace_s=0).deleted)
+
+    report = copy(source, target, progress=sweep)
+    assert len(swept) == 1
+    assert report.copied == (1, 2)
+    assert all(target.validate_checkpoint(id).valid for id in (1, 2))
     assert target.load_latest() == source.load_latest()
