@@ -13,6 +13,7 @@ length. Everything else is the same in both.
 
 from __future__ import annotations
 
+import decimal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
@@ -46,6 +47,7 @@ from beam_ckpt.transforms._buffers import (
 __all__ = [
     "Choice",
     "Codec",
+    "DecimalText",
     "Fixed",
     "Framed",
     "ListOf",
@@ -227,6 +229,35 @@ class Framed(Codec):
                     break
                 shift += 7
         return at + n
+
+
+class DecimalText(Codec):
+    """Decimal numbers of any size, as the text that Python has for them: ``9.90``, ``1E+3``.
+
+    No decimal type of Arrow's holds digits and places that differ from value to value; the text
+    does, exactly. In bytes: the places after the point, then the digits as one integer in the
+    fewest bytes of two's complement.
+    """
+
+    def __init__(self, *, nested: bool) -> None:
+        self.type = pa.string()
+        self._places, self._digits = VarInt(64), Framed(BINARY, nested=nested)
+
+    def read(self, source: Source, at: Positions, end: Positions) -> tuple[pa.Array, Positions]:
+        places, at = self._places.read(source, at, end)
+        digits, after = self._digits.read(source, at, end)
+        pairs = zip(places.to_pylist(), digits.to_pylist(), strict=True)
+        return pa.array([_decimal_text(p, d) for p, d in pairs], self.type), after
+
+    def write(self, values: pa.Array) -> pa.BinaryArray:
+        refuse_nulls(values)
+        parts = [_decimal_parts(text) for text in values.to_pylist()]
+        places = pa.array([places for places, _ in parts], pa.int64())
+        digits = pa.array([digits for _, digits in parts], BINARY)
+        return join_bytes(self._places.write(places), self._digits.write(digits))
+
+    def skip(self, data: bytes, at: int) -> int:
+        return self._digits.skip(data, self._places.skip(data, at))
 
 
 class Choice(Codec):
@@ -472,6 +503,30 @@ def write_values(codec: Codec, values: pa.Array) -> pa.BinaryArray:
     if codec.holds_null or not values.null_count:
         return codec.write(values)
     return spread(codec.write(values.drop_null()), is_present(values))
+
+
+def _decimal_text(places: int, digits: bytes) -> str:
+    number = int.from_bytes(digits, "big", signed=True)
+    value = decimal.Decimal((number < 0, decimal.Decimal(abs(number)).as_tuple().digits, -places))
+    if digits != _two_complement(number) or value.as_tuple().exponent != -places:
+        raise ValueError("a decimal is not as its coder writes it")
+    return str(value)
+
+
+def _decimal_parts(text: str) -> tuple[int, bytes]:
+    try:
+        sign, digits, exponent = decimal.Decimal(text).as_tuple()
+    except decimal.InvalidOperation:
+        raise ValueError(f"{text!r:.100} is no decimal") from None
+    if not isinstance(exponent, int):
+        raise ValueError(f"{text} is no decimal that its coder can write")
+    return -exponent, _two_complement(int(decimal.Decimal((sign, digits, 0))))
+
+
+def _two_complement(number: int) -> bytes:
+    """Big-endian, in the fewest bytes that have room for the sign."""
+    bits = (number + 1 if number < 0 else number).bit_length()
+    return number.to_bytes((bits + 8) // 8, "big", signed=True)
 
 
 def _varint(n: int) -> bytes:

@@ -48,6 +48,7 @@ from beam_ckpt.sidecar._order import latest_order, one_array
 from beam_ckpt.transforms._buffers import BINARY, Source, int32_array, offsets_of, spread
 from beam_ckpt.transforms._encodings import (
     Codec,
+    DecimalText,
     Fixed,
     Framed,
     ListOf,
@@ -200,6 +201,7 @@ _CODECS: Mapping[type[Coder], Callable[..., Codec | None]] = {
     SinglePrecisionFloatCoder: lambda *_: Fixed(pa.float32(), ">u4", "<u4"),
     coders.BooleanCoder: lambda *_: Fixed(pa.bool_(), "u1", "u1"),
     coders.TimestampCoder: lambda *_: Fixed(pa.timestamp("ms", "UTC"), ">i8", "<i8", flip=True),
+    coders.DecimalCoder: lambda _, nested: DecimalText(nested=nested),
     coders.TupleCoder: _tuple,
     coders.RowCoder: _row,
     row_coder.LogicalTypeCoder: lambda c, nested: _codec(c.representation_coder, nested),

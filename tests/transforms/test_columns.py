@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -77,6 +78,7 @@ TYPES = {
     "float": (FLOAT, pa.float64()),
     "float32": (SinglePrecisionFloatCoder(), pa.float32()),
     "bool": (BOOL, pa.bool_()),
+    "decimal": (coders.DecimalCoder(), pa.string()),
     "timestamp": (coders.TimestampCoder(), pa.timestamp("ms", "UTC")),
     "tuple": (coders.TupleCoder([STR, INT]), pa.struct({"f0": pa.string(), "f1": pa.int64()})),
     "tuple with an unknown end": (
@@ -103,7 +105,6 @@ TYPES = {
     "nullable of nullable": (coders.NullableCoder(coders.NullableCoder(INT)), pa.binary()),
     "map of nullable keys": (coders.MapCoder(coders.NullableCoder(STR), INT), pa.binary()),
     "map of float keys": (coders.MapCoder(FLOAT, INT), pa.binary()),
-    "decimal": (coders.DecimalCoder(), pa.binary()),
 }
 
 
@@ -170,8 +171,10 @@ _leaves: list[tuple[Coder, st.SearchStrategy[object]]] = [
     (SinglePrecisionFloatCoder(), st.floats(width=32)),
     (BOOL, st.booleans()),
     (coders.TimestampCoder(), _micros.map(lambda m: Timestamp(micros=m))),
+    (coders.DecimalCoder(), st.decimals(allow_nan=False, allow_infinity=False)),
 ]
-_hashable = [leaf for leaf in _leaves if type(leaf[0]) not in (type(FLOAT), type(_leaves[7][0]))]
+_NO_KEYS = (type(FLOAT), SinglePrecisionFloatCoder, coders.DecimalCoder)
+_hashable = [leaf for leaf in _leaves if type(leaf[0]) not in _NO_KEYS]
 _unknown: list[tuple[Coder, st.SearchStrategy[object]]] = [
     (ANY, st.none() | st.integers(0, 9) | st.text() | st.lists(st.booleans())),
     (coders.PickleCoder(), st.dictionaries(st.text(), st.complex_numbers(allow_nan=False))),
@@ -290,6 +293,20 @@ def test_times_at_the_edges_of_beam_and_of_the_encoding_come_back() -> None:
     assert_comes_back(coder, [*map(coder.encode, edges), bytes(8), b"\xff" * 8])
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["0", "0.00", "0E+3", "-1", "127", "128", "-128", "-129", "1E+20", "-9.90", "1E-30",
+     "12345678901234567890.12345678", "9" * 28, "1E+400000"],
+)  # fmt: skip
+def test_decimals_are_text_with_all_their_places(text: str) -> None:
+    coder = coders.DecimalCoder()
+    encoded = coder.encode(Decimal(text))
+    assert coder.decode(encoded) == Decimal(text)
+    table = through_a_file(operator(coder), records_of([encoded]))
+    assert table["one"][0].as_py() == text
+    assert_comes_back(coder, [encoded])
+
+
 def test_none_an_empty_value_and_an_empty_cell_are_three_things() -> None:
     coder = coders.NullableCoder(STR)
     state = operator(coder)
@@ -336,6 +353,7 @@ def test_duckdb_and_pandas_read_keys_and_cells_of_every_kind(tmp_path: Path) -> 
         "number": (INT, -(2**63), "BIGINT", -(2**63)),
         "small": (VarInt32Coder(), 7, "INTEGER", 7),
         "ratio": (FLOAT, 1.5, "DOUBLE", 1.5),
+        "price": (coders.DecimalCoder(), Decimal("9.90"), "VARCHAR", "9.90"),
         "flag": (BOOL, True, "BOOLEAN", True),
         "raw": (BYTES, b"\0", "BLOB", b"\0"),
         "at": (coders.TimestampCoder(), at, "TIMESTAMP WITH TIME ZONE", at.to_utc_datetime()),
@@ -418,6 +436,10 @@ def test_duckdb_and_pandas_read_keys_and_cells_of_every_kind(tmp_path: Path) -> 
         (FLOAT, bytes(7)),
         (FLOAT, bytes(9)),
         (BOOL, b"\x02"),
+        (coders.DecimalCoder(), b""),
+        (coders.DecimalCoder(), b"\x02"),
+        (coders.DecimalCoder(), b"\x02\x00\x01"),
+        (coders.DecimalCoder(), b"\xff" * 9 + b"\x00\x01"),
         (coders.NullableCoder(INT), b"\x02\x01"),
         (coders.NullableCoder(INT), b"\x00\x01"),
         (coders.TupleCoder([STR, INT]), b"\x05abc\x01"),
