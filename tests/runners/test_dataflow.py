@@ -447,7 +447,7 @@ def test_the_pipeline_of_the_docs_page_translates_and_runs(tmp_path: Path) -> No
     )
     page: dict[str, Any] = {}
     exec(compile(code, PAGE.name, "exec"), page)
-    where = f"--checkpoints={tmp_path / 'ckpt'}"
+    where = f"--checkpoint_store={tmp_path / 'ckpt'}"
     proto, _ = translate(lambda p: page["build"](p, ReadPurchases()), "--streaming", where)
     assert "Totals/Run" in Graph(proto).names
     with beam.Pipeline(options=PipelineOptions(["--runner=FnApiRunner", where])) as pipeline:
