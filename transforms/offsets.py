@@ -39,7 +39,7 @@ from apache_beam.coders import coders
 from apache_beam.pvalue import TaggedOutput
 from apache_beam.transforms import userstate
 from apache_beam.transforms.window import TimestampedValue
-from apache_beam.utils.timestamp import Timestamp
+from apache_beam.utils.timestamp import MIN_TIMESTAMP, Timestamp
 from apache_beam.utils.windowed_value import PANE_INFO_UNKNOWN, WindowedValue
 
 from beam_ckpt.errors import CheckpointTooLargeError
@@ -66,10 +66,9 @@ OFFSETS = "beam_ckpt_offsets"
 _BEYOND = DRAINED + 1
 _MAX_PARTITIONS = 60_000
 
-Summary = tuple[str, tuple[int, str, str]]
-"""Of a partition in a bundle and epoch: (partition, (earliest event time, lowest, highest offset)).
-
-Offsets are of any size, so they travel as text; event time is in microseconds."""
+Summary = tuple[str, list[tuple[int, str, str]]]
+"""Of a partition in a bundle: (partition, one (earliest event time, lowest offset, highest offset)
+for each epoch). Offsets are of any size, so they travel as text; event time is in microseconds."""
 
 
 class ResumeOffsets(dict[str, dict[str, int]]):
@@ -141,12 +140,18 @@ class SummariseFn(beam.DoFn):
         yield element
 
     def finish_bundle(self) -> Iterator[Any]:
+        partitions: dict[str, tuple[list[tuple[int, str, str]], Any]] = {}
         for (partition, _), (at, low, high, window) in self._seen.items():
-            summary = partition, (at, str(low), str(high))
-            yield TaggedOutput(
-                OFFSETS,
-                WindowedValue(summary, Timestamp(micros=at), (window,), PANE_INFO_UNKNOWN),
-            )
+            epochs, _ = partitions.setdefault(partition, ([], window))
+            epochs.append((at, str(low), str(high)))
+        for partition, (epochs, window) in partitions.items():
+            # Once before all event time: a runner may keep what is younger than the watermark back
+            # until the watermark is there (Prism does), and what is not in a cut has to be known at
+            # the cut. And once at the earliest event time, which the watermark waits for.
+            earliest = Timestamp(micros=min(at for at, _, _ in epochs))
+            for moment in (MIN_TIMESTAMP, earliest):
+                summary = WindowedValue((partition, epochs), moment, (window,), PANE_INFO_UNKNOWN)
+                yield TaggedOutput(OFFSETS, summary)
         self._seen = {}
 
 
@@ -179,7 +184,6 @@ class OffsetsFn(ClockedDoFn):
         self.declare(
             f"ckpt_offsets_{uid}",
             {"progress": self._PROGRESS},
-            process=[("timestamp", beam.DoFn.TimestampParam)],
             on_clock=[("key", beam.DoFn.KeyParam), ("timestamp", beam.DoFn.TimestampParam)],
         )
         self._behind = counter("offsets_behind_a_checkpoint")
@@ -187,13 +191,18 @@ class OffsetsFn(ClockedDoFn):
     def __reduce__(self) -> tuple[Any, ...]:
         return OffsetsFn, self._arguments
 
-    def process(self, element: Any, timestamp: Any, progress: Any, clock: Any) -> None:
-        partition, (at, low_text, high_text) = element
-        low, high = int(low_text), int(high_text)
+    def process(self, element: Any, progress: Any, clock: Any) -> None:
+        partition, summaries = element
         state = _Progress.load(progress)
         if state is None:
             position = self._positions.get(partition)
             state = _Progress(self._boundary, position, position)
+        for at, low, high in summaries:
+            self._take_note(state, at, int(low), int(high))
+        self._arm(state, clock)
+        state.store(progress)
+
+    def _take_note(self, state: _Progress, at: int, low: int, high: int) -> None:
         if at >= state.cut and state.position is not None and low < state.position:
             # It came behind elements of higher offsets, after the boundary had been passed.
             self._behind.inc()
@@ -208,8 +217,6 @@ class OffsetsFn(ClockedDoFn):
         # What comes late belongs to the epoch that is open.
         state.note(_epoch_end(self._epochs, max(at, state.cut)), low)
         state.next = high + 1 if state.next is None else max(state.next, high + 1)
-        self._arm(state, clock)
-        state.store(progress)
 
     def _on_clock(self, key: Any, timestamp: Any, progress: Any, clock: Any) -> Iterator[Any]:
         state = _Progress.load(progress)

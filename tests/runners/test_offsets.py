@@ -20,6 +20,7 @@ from beam_ckpt.testing import cuts
 from beam_ckpt.testing.cuts import saved_state
 from beam_ckpt.testing.event_loop import Output, canonical, run_event_loop
 from beam_ckpt.testing.prism import prism_options
+from beam_ckpt.testing.replay import ReadReplay, ReplayLog
 from beam_ckpt.testing.strategies import cuts as cut_times
 from beam_ckpt.testing.strategies import data_sets, stream_plans
 from beam_ckpt.testing.streams import Advance, Arrive, StreamPlan
@@ -296,3 +297,43 @@ def test_what_comes_behind_a_position_is_told_and_the_next_checkpoint_has_it(tmp
     run(log, "BundleBasedDirectRunner", store, every=50, until=65, disorder=2)
     assert saved(store, 1) == {"p0": 1}
     assert "came out of order" not in caplog.text
+
+
+def test_the_offsets_of_a_live_source_are_those_of_its_log(tmp_path, prism):
+    """An unbounded source on Prism, out of order by up to 40 s; offsets are its positions."""
+    rows = [(second * S, ("abc"[second % 3], second % 11)) for second in range(0, 400, 4)]
+    arrivals = ReplayLog(rows, displacement=40)
+    numbered = [arrivals.row(position) for position in range(arrivals.stop)]
+    log = ReplayLog(
+        [(at, ("p", (position, *row))) for position, (at, row) in enumerate(numbered)],
+        displacement=40,
+    )
+    assert [log.row(position)[1][1][0] for position in range(log.stop)] == list(range(log.stop))
+    assert [at for at, _ in numbered] != sorted(at for at, _ in numbered)
+    store = open_store(tmp_path)
+    options = PipelineOptions(["--runner=PrismRunner", "--streaming", *prism_options()])
+    with (
+        beam.Pipeline(options=options) as p,
+        Checkpoints(p, store, every=50, keep=100, key_groups=1) as ckpt,
+    ):
+        _ = (
+            p
+            | ReadReplay(log)
+            | "Typed" >> beam.Map(lambda e: e).with_output_types(tuple[str, tuple[int, str, int]])
+            | ckpt.TrackOffsets("log", partition=lambda e: e[0], offset=lambda e: e[1][0])
+            | "Keyed" >> beam.Map(lambda e: (e[1][1], e[1][2])).with_output_types(tuple[str, int])
+            | ckpt.ParDo(CountAndSumFn(), uid="subject")
+        )
+    found = {}
+    for checkpoint_id in store.list_ids():
+        manifest = store.load_by_id(checkpoint_id)
+        found[manifest.boundary] = int(manifest.source_offsets["log"].offsets["p"])
+    assert set(found) >= {boundary * S for boundary in range(50, 400, 50)}
+    for boundary, position in found.items():
+        expected = log.stop if boundary is None else log.position(boundary)
+        # The first row at or after the boundary; or, where it had not been read yet, a row before
+        # it with which the reading goes on.
+        assert position <= expected, boundary
+        assert all(log.row(between)[0] < boundary for between in range(position, expected))
+    assert sum(found[b] == log.position(b) for b in found if b is not None) >= 5
+    assert found[max(b for b in found if b is not None)] > 80
