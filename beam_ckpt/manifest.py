@@ -25,7 +25,18 @@ import re
 import threading
 import time
 import uuid
-from typing import Annotated, Final, Literal, NoReturn, Self, TypeVar, get_args, get_origin
+from collections.abc import Mapping
+from typing import (
+    Annotated,
+    ClassVar,
+    Final,
+    Literal,
+    NoReturn,
+    Self,
+    TypeVar,
+    get_args,
+    get_origin,
+)
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -128,10 +139,17 @@ class _Record(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
+    #: What is left out of the JSON where it has this value, as it came later than the format.
+    _omitted: ClassVar[Mapping[str, object]] = {}
+
     def to_json(self) -> bytes:
         """Returns canonical JSON: the same value gives the same bytes."""
+        values = self.model_dump(mode="json")
+        for name, value in self._omitted.items():
+            if values[name] == value:
+                del values[name]
         return json.dumps(
-            self.model_dump(mode="json"),
+            values,
             sort_keys=True,
             separators=(",", ":"),
             ensure_ascii=False,
@@ -315,6 +333,9 @@ class CheckpointManifest(_Record):
         deployment_id: Of the store; filled in by `save` when empty.
         run: Who wrote it, for fencing.
         pipeline: What wrote it.
+        drained: Taken when a stream ended, so that its epoch may have been closed before the source
+            had delivered all of it: a replay from the boundary could miss something. (Stored only
+            when true.)
     """
 
     version: Literal[2] = FORMAT_VERSION
@@ -335,6 +356,9 @@ class CheckpointManifest(_Record):
     ] = ""
     run: RunIdentity | None = None
     pipeline: PipelineIdentity | None = None
+    drained: bool = False
+
+    _omitted: ClassVar[Mapping[str, object]] = {"drained": False}
 
     @model_validator(mode="after")
     def _check(self) -> Self:

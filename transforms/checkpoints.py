@@ -97,7 +97,10 @@ class Checkpoints:
             the end.
         until: Cut of a bounded run: exactly the elements and timers below it are processed, and
             the rest of the future is saved. `None`: the run drains.
-        restore: ``"latest"`` (the newest valid checkpoint; a fresh start only in an empty store),
+        restore: ``"latest"`` (the newest valid checkpoint; a fresh start only in an empty store.
+            In a stream the newest that was not taken while an earlier run was drained: those
+            closed their epochs early, so that a replay from there could miss something, or apply
+            it again), ``"drained"`` (those as well: for a source that goes on where it stopped),
             ``"fresh"``, or the id or a tag of one.
         keep: How many checkpoints to keep, or a retention policy.
         key_groups: Into how many parts keyed state is divided, 1 to 65,535: the limit of parallel
@@ -177,10 +180,17 @@ class Checkpoints:
                 "one checkpoint at the end."
             )
         self._store = open_store(store)
+        self._streaming = bool(pipeline.options.view_as(StandardOptions).streaming)
         self._plan: RestorePlan = plan_restore(
-            self._store, restore, until=self._epochs.until, on_fallback=on_fallback
+            self._store,
+            restore,
+            until=self._epochs.until,
+            on_fallback=on_fallback,
+            streaming=self._streaming,
         )
         self._check_plan()
+        # With `until` the author says that the input is all there is up to it.
+        self._marks_drained = self._streaming and self._epochs.until is None
         self._run_id = uuid.uuid4().hex
         self._operators: list[OperatorState] = []
         self._snapshots: list[Any] = []
@@ -376,6 +386,7 @@ class Checkpoints:
             self._plan.passed_over,
             name,
             self._sources,
+            self._marks_drained,
         )
         new = (
             self._snapshots
@@ -485,6 +496,7 @@ class _Operator(beam.PTransform[Any, Any]):
             lateness=Duration.of(pcoll.windowing.allowed_lateness).micros,
             late=job._late,
             aligned=job._aligned,
+            marks_drained=job._marks_drained and not pcoll.is_bounded,
         )
         wrapper = StatefulWrapper(self._fn, config, self._args, self._kwargs)
         _check_pickles(wrapper, self._fn)
@@ -515,8 +527,7 @@ class _Operator(beam.PTransform[Any, Any]):
 
     def _input(self, pcoll: Any, operator: OperatorState, restoring: bool) -> Any:
         job = self._job
-        streaming = pcoll.pipeline.options.view_as(StandardOptions).streaming
-        if pcoll.is_bounded and not streaming and not restoring:
+        if pcoll.is_bounded and not job._streaming and not restoring:
             return pcoll | "Alone" >> AloneInItsStage()
         # The same graph whether there is something to restore or not: a stream that started fresh
         # can be updated in place (Dataflow's --update) after its checkpoints are there. It keeps

@@ -43,7 +43,7 @@ from beam_ckpt.transforms.columns import OperatorState
 from beam_ckpt.transforms.keyed_state.clock import DRAINED, MS
 from beam_ckpt.transforms.metrics import counter, distribution, gauge
 from beam_ckpt.transforms.offsets import decode_offsets, next_source_offsets
-from beam_ckpt.transforms.writer import decode_new_sidecar
+from beam_ckpt.transforms.writer import DRAINING, decode_new_sidecar
 
 __all__ = ["START", "CheckpointResult", "CommitFn"]
 
@@ -95,6 +95,8 @@ class CommitFn(ClockedDoFn):
         fallbacks: Damaged checkpoints that were passed over at restore; becomes a metric.
         name: Makes the timer family unique in the pipeline.
         sources: Types of the sources whose offsets are tracked, by uid.
+        marks_drained: Whether the end of the input is the drain of a stream, after which a replay
+            may find more than was there.
     """
 
     _SIDECARS = userstate.BagStateSpec(
@@ -114,11 +116,13 @@ class CommitFn(ClockedDoFn):
         fallbacks: int,
         name: str,
         sources: Mapping[str, str],
+        marks_drained: bool,
     ) -> None:
         self._arguments = (
             store, run_id, tuple(operators), key_groups, base_id, last, keep, fallbacks, name,
-            dict(sources),
+            dict(sources), marks_drained,
         )  # fmt: skip
+        self._marks_drained = marks_drained
         self._sources = dict(sources)
         self._store, self._run_id, self._keep = store, run_id, keep
         self._operators, self._key_groups = tuple(operators), key_groups
@@ -222,6 +226,8 @@ class CommitFn(ClockedDoFn):
         base = self._base(state)
         last = boundary >= self._last
         watermark = None if boundary >= DRAINED else boundary
+        if news.draining or (watermark is None and self._marks_drained):
+            state.draining = True
         if last:
             state.ended = True
         if not news and base is not None and base.watermark == watermark:
@@ -245,7 +251,8 @@ class CommitFn(ClockedDoFn):
             raise
         self._measure(manifest, base, new, time.monotonic() - began)
         state.boundary, state.base_id = boundary, manifest.id
-        pruned = self._prune()
+        # What was before a drain is what the next run may want.
+        pruned = 0 if state.draining else self._prune()
         self._committed.inc()
         self._pruned.inc(pruned)
         size = sum(sidecar.entry.size_bytes for sidecar in new)
@@ -345,6 +352,7 @@ class CommitFn(ClockedDoFn):
             if (
                 mine is not None
                 and mine.watermark == watermark
+                and mine.drained == state.draining
                 and mine.operators == entries(mine.epoch)
                 and mine.source_offsets == offsets(mine.epoch)
             ):
@@ -366,6 +374,7 @@ class CommitFn(ClockedDoFn):
                     beam_version=beam.__version__,
                     python_version=platform.python_version(),
                 ),
+                drained=state.draining,
             )
             try:
                 saved = self._store.save(manifest)
@@ -402,7 +411,11 @@ class _News:
     def __init__(self, encoded: Iterable[bytes]) -> None:
         self.sidecars: list[NewSidecar] = []
         self.offsets: list[tuple[str, dict[str, str]]] = []
+        self.draining = False
         for data in encoded:
+            if data == DRAINING:
+                self.draining = True
+                continue
             offsets = decode_offsets(data)
             if offsets is None:
                 self.sidecars.append(decode_new_sidecar(data))
@@ -416,23 +429,27 @@ class _News:
 class _Progress:
     """The committer's memory. Times in µs."""
 
-    __slots__ = ("base_id", "boundary", "due", "ended", "generation")
+    __slots__ = ("base_id", "boundary", "draining", "due", "ended", "generation")
 
     def __init__(self) -> None:
         self.due: int | None = None
         self.generation = 0
         self.base_id: int | None = None
         self.boundary: int | None = None
-        self.ended = False
+        self.ended = self.draining = False
 
     @classmethod
     def load(cls, cell: Any) -> _Progress:
         self = cls()
         data = cell.read()
         if data is not None:
-            self.due, self.generation, self.base_id, self.boundary, self.ended = json.loads(data)
+            (
+                self.due, self.generation, self.base_id, self.boundary, self.ended, self.draining
+            ) = json.loads(data)  # fmt: skip
         return self
 
     def store(self, cell: Any) -> None:
-        values = [self.due, self.generation, self.base_id, self.boundary, self.ended]
+        values = [
+            self.due, self.generation, self.base_id, self.boundary, self.ended, self.draining
+        ]  # fmt: skip
         cell.write(json.dumps(values).encode())

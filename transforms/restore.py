@@ -68,16 +68,19 @@ def plan_restore(
     *,
     until: int | None,
     on_fallback: Literal["refuse", "accept"],
+    streaming: bool = False,
 ) -> RestorePlan:
     """Decides which checkpoint a run starts from.
 
     Args:
         store: Where the checkpoints are.
-        restore: ``"latest"`` (the newest valid one), ``"fresh"`` (none, whatever there is), or the
-            id or a tag of one.
+        restore: ``"latest"`` (the newest valid one), ``"drained"``, ``"fresh"`` (none, whatever
+            there is), or the id or a tag of one.
         until: The run's last boundary, µs. A run with one was given its input for the newest
             boundary, so that it must not quietly start from an older one.
         on_fallback: What to do then: ``"refuse"`` or ``"accept"``.
+        streaming: ``"latest"`` passes over checkpoints that were taken while a stream was drained,
+            as long as there is another; ``"drained"`` does not.
 
     Raises:
         NoValidCheckpointError: There are checkpoints and none is valid.
@@ -92,10 +95,10 @@ def plan_restore(
         return RestorePlan(_by_id(store, restore))
     if not isinstance(restore, str) or not restore:
         raise PipelineRefusedError(
-            f"restore={restore!r} is not known. What to do: give 'latest', 'fresh', or the id or a "
-            "tag of a checkpoint."
+            f"restore={restore!r} is not known. What to do: give 'latest', 'drained', 'fresh', or "
+            "the id or a tag of a checkpoint."
         )
-    if restore != "latest":
+    if restore not in ("latest", "drained"):
         return RestorePlan(_by_id(store, _tagged(store, restore)))
     report = store.recover_latest_validated()
     damaged = [skipped for skipped in report.skipped if skipped.phase == "invalid"]
@@ -111,7 +114,41 @@ def plan_restore(
         return RestorePlan(None)
     if damaged:
         _fall_back(store, report, damaged, until, on_fallback)
-    return RestorePlan(report.chosen, len(damaged))
+    chosen = report.chosen
+    if streaming and restore == "latest" and chosen.drained:
+        chosen = _before_the_drain(store, chosen)
+    return RestorePlan(chosen, len(damaged))
+
+
+def _before_the_drain(store: CheckpointStore, newest: CheckpointManifest) -> CheckpointManifest:
+    """The newest valid checkpoint that was not taken while a stream was drained, if there is one.
+
+    An older one is always exact: it only replays more.
+    """
+    for checkpoint_id in reversed(store.list_ids()):
+        if checkpoint_id >= newest.id:
+            continue
+        try:
+            manifest = store.load_by_id(checkpoint_id)
+        except InvalidCheckpointError:
+            continue
+        if (
+            manifest is not None
+            and manifest.durable_phase == "finalized"
+            and not manifest.drained
+            and store.validate_checkpoint(checkpoint_id).valid
+        ):
+            _LOGGER.info(
+                "checkpoint %d was taken while its stream was drained; restoring %d, of before: "
+                "replay from its boundary on (restore='drained' takes the newest)",
+                newest.id, checkpoint_id,
+            )  # fmt: skip
+            return manifest
+    _LOGGER.warning(
+        "%s: every checkpoint was taken while its stream was drained; restoring the newest, %d. A "
+        "source that replays from the start would apply its data again.", store.url, newest.id,
+    )  # fmt: skip
+    return newest
 
 
 def _tagged(store: CheckpointStore, name: str) -> int:

@@ -26,11 +26,16 @@ from beam_ckpt.store import CheckpointStore
 from beam_ckpt.transforms.clocked import ClockedDoFn
 from beam_ckpt.transforms.columns import OperatorState
 from beam_ckpt.transforms.keyed_state.clock import DRAINED, MS
+from beam_ckpt.transforms.keyed_state.operator import DRAIN
 from beam_ckpt.transforms.metrics import counter
 
-__all__ = ["WriteSidecarsFn", "decode_new_sidecar", "encode_new_sidecar"]
+__all__ = ["DRAINING", "WriteSidecarsFn", "decode_new_sidecar", "encode_new_sidecar"]
 
 _LOGGER = logging.getLogger(__name__)
+
+
+#: News that are no sidecar: the end of the stream closed this epoch.
+DRAINING = b"draining"
 
 
 def encode_new_sidecar(sidecar: NewSidecar) -> bytes:
@@ -147,11 +152,14 @@ class WriteSidecarsFn(ClockedDoFn):
         uid, key_group = key
         for boundary in sorted(waiting):
             if boundary <= reached:
-                sidecar = self._write(uid, key_group, boundary, waiting.pop(boundary), state)
-                yield TimestampedValue(
-                    (0, (boundary, encode_new_sidecar(sidecar))),
-                    Timestamp(micros=boundary + MS),
-                )
+                records_of = waiting.pop(boundary)
+                if key_group == DRAIN:
+                    news = DRAINING
+                else:
+                    news = encode_new_sidecar(
+                        self._write(uid, key_group, boundary, records_of, state)
+                    )
+                yield TimestampedValue((0, (boundary, news)), Timestamp(micros=boundary + MS))
         for boundary, left in waiting.items():
             for record in left:
                 records.add((boundary, record))

@@ -39,7 +39,7 @@ WINDOWS = (
     SlidingWindows(90, 45),
     Sessions(30),
 )
-FEW = settings(max_examples=20, derandomize=True)
+FEW = settings(max_examples=40, derandomize=True)
 MANY = settings(max_examples=200, derandomize=True)
 # A pipeline takes the better part of a second on Prism, so its examples are few, not the least
 # ones, and not shrunk.

@@ -154,3 +154,4 @@ def test_a_drained_stream_has_exact_checkpoints_up_to_its_last_watermark(prism):
         expected = run_event_loop(fn, elements(LOG), until=boundaries[checkpoint_id])
         assert saved_state(store, fn, checkpoint_id=checkpoint_id) == dict(expected.state)
     assert len(boundaries) > len(exact)
+    assert [i for i in boundaries if not store.load_by_id(i).drained] == exact

@@ -59,8 +59,9 @@ class StatefulWrapper(ClockedDoFn):
 
     def finish_bundle(self) -> Any:
         outputs = self._fn.finish_bundle()
+        drained = list(self._operator.drained())
         self._operator.flush()
-        return outputs
+        return outputs if not drained else [*(outputs or ()), *drained]
 
     def teardown(self) -> Any:
         self._fn.teardown()

@@ -17,7 +17,7 @@ from beam_ckpt.transforms.keyed_state.cells import (
     TimerCell,
     WallTimerCell,
 )
-from beam_ckpt.transforms.keyed_state.clock import GATE, Epochs
+from beam_ckpt.transforms.keyed_state.clock import DRAINED, GATE, Epochs
 from beam_ckpt.transforms.keyed_state.control import SPILLED, Control
 from beam_ckpt.transforms.signature import AuthorCell, TimerDomain
 
@@ -274,13 +274,17 @@ class KeyState:
         self._sorted = False
 
     # ------------------------------------------------------------------ the end of the bundle
-    def flush(self, epochs: Epochs, two_clocks: bool) -> None:
-        """Writes this key back to the runner and sets its clock."""
+    def flush(self, epochs: Epochs, two_clocks: bool, watches_end: bool = False) -> None:
+        """Writes this key back to the runner and sets its clock.
+
+        With `watches_end` the second clock is set at the end of time, for as long as an epoch is
+        open: where the two fire together, the epoch was closed by the end of the stream.
+        """
         self.settle()
         if self.done:
             return
         control = self.control
-        self._arm(epochs, two_clocks)
+        self._arm(epochs, two_clocks, watches_end)
         for ordered_list in self._ordered_lists:
             ordered_list.flush()
         if self.packed:
@@ -351,7 +355,7 @@ class KeyState:
             return cut
         return self.expiry if control.carried else None
 
-    def _arm(self, epochs: Epochs, two_clocks: bool) -> None:
+    def _arm(self, epochs: Epochs, two_clocks: bool, watches_end: bool) -> None:
         """Sets the clock at the earliest thing that this key waits for.
 
         With `two_clocks` (bounded input, whose watermark comes in one step) a second clock is set
@@ -376,6 +380,8 @@ class KeyState:
         horizon = None
         if two_clocks and first is not None and last is not None and last > first:
             horizon = last
+        elif control.open is not None and (watches_end or control.horizon == DRAINED):
+            horizon = DRAINED
         control.armed = self._set("", first, control.armed)
         control.horizon = self._set(HORIZON_TAG, horizon, control.horizon)
         self._woken = False

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import apache_beam as beam
 from apache_beam.coders import coders
 from apache_beam.pvalue import TaggedOutput
-from apache_beam.transforms.window import TimestampedValue
+from apache_beam.transforms.window import GlobalWindow, TimestampedValue
 from apache_beam.utils.timestamp import Timestamp
 from apache_beam.utils.windowed_value import PANE_INFO_UNKNOWN, WindowedValue
 
@@ -33,10 +33,12 @@ from beam_ckpt.transforms.metrics import counter
 from beam_ckpt.transforms.signature import Call, Signature, TimerDomain
 from beam_ckpt.transforms.snapshot import CarriedOutput, SavedTimer, SnapshotRecord
 
-__all__ = ["SNAPSHOTS", "KeyedOperator", "OperatorConfig"]
+__all__ = ["DRAIN", "SNAPSHOTS", "KeyedOperator", "OperatorConfig"]
 
 #: Tag of the output that carries snapshot records: (key group, (boundary in µs, record bytes)).
 SNAPSHOTS = "beam_ckpt_snapshots"
+#: In place of the key group: no record, but that the end of the stream closed this epoch.
+DRAIN = -1
 #: Events worked through in one wake-up; the clock is set again for the rest, so bundles stay small.
 _EVENTS_PER_WAKE = 10_000
 
@@ -56,6 +58,7 @@ class OperatorConfig:
         windows: Whether the input is in other windows than the global one.
         lateness: Allowed lateness of the input's windows, in microseconds.
         late: What becomes of elements below the boundary: ``"drop"`` or ``"reprocess"``.
+        marks_drained: Whether the end of the input is the drain of a stream, to be told.
         aligned: Whether elements wait for their epoch. Otherwise they count in every checkpoint
             from their own epoch's on, and maybe in earlier ones.
         rewrite: Whether every restored key has to be saved again at the first boundary.
@@ -80,6 +83,7 @@ class OperatorConfig:
     lateness: int = 0
     late: Literal["drop", "reprocess"] = "drop"
     aligned: bool = True
+    marks_drained: bool = False
 
 
 class KeyedOperator:
@@ -118,6 +122,10 @@ class KeyedOperator:
         self._timestamp_names = signature.process.timestamp
         self._windows, self._aligned = config.windows, config.aligned
         self._has_wall_timers = "processing" in signature.domains
+        self._marks_drained = config.marks_drained and not config.windows
+        # Of this bundle: whether the stream has ended, and the cuts that were made.
+        self._ended = False
+        self._cut: set[int] = set()
         # By key, or by key and window.
         self._keys: dict[Any, KeyState] = {}
         self._replayed = counter("elements_dropped_as_replayed")
@@ -145,17 +153,41 @@ class KeyedOperator:
     def start_bundle(self) -> None:
         """Forgets the keys of the bundle before."""
         self._keys = {}
+        self._ended, self._cut = False, set()
         if self._contexts:
             self._bundle_contexts = self._enter(beam.DoFn.BundleContextParam)
 
     def flush(self) -> None:
         """Writes the keys of this bundle back to the runner."""
         epochs, two_clocks = self._config.epochs, self._config.bounded
+        watched: set[int] = set()
         for state in self._keys.values():
-            state.flush(epochs, two_clocks)
+            watches_end = False
+            if self._marks_drained:
+                # One key of each open epoch in the bundle is enough.
+                state.settle()
+                opened = state.control.open
+                watches_end = opened is not None and opened not in watched
+                if opened is not None:
+                    watched.add(opened)
+            state.flush(epochs, two_clocks, watches_end)
         self._keys = {}
         if self._contexts:
             self._exit(self._bundle_contexts)
+
+    def drained(self) -> Iterator[Any]:
+        """At the end of a bundle: tells the committer which epochs the end of the stream closed."""
+        if self._ended and self._cut:
+            boundary = min(self._cut)
+            yield TaggedOutput(
+                SNAPSHOTS,
+                WindowedValue(
+                    (DRAIN, (boundary, b"")),
+                    Timestamp(micros=boundary),
+                    (GlobalWindow(),),
+                    PANE_INFO_UNKNOWN,
+                ),
+            )
 
     def _enter(self, kind: Any) -> dict[Any, Any]:
         wanted = [param for param in self._contexts.values() if isinstance(param, kind)]
@@ -381,6 +413,8 @@ class KeyedOperator:
             state = self._load(slot, key, window, control, buffer, runners)
         state.settle()
         reached = state.control.floor
+        if fired >= DRAINED:
+            self._ended = True
         state.wake(fired)
         yield from self._advance(state, reached)
 
@@ -522,6 +556,8 @@ class KeyedOperator:
         """Emits the record of a changed key at its epoch's end; all is encoded here and now."""
         memory, config = state.control, self._config
         memory.open = None
+        if self._marks_drained and boundary != config.epochs.last:
+            self._cut.add(boundary)
         if boundary == config.epochs.last:
             memory.closed = self._has_wall_timers
             state.done = config.bounded and not memory.closed
