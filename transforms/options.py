@@ -85,8 +85,8 @@ _OPTIONS = (
         "restore",
         "restore_from",
         _restore,
-        "Where to start: latest, drained, fresh, the id of a checkpoint, or a tag (tag:NAME where a "
-        "tag is a number or one of these words).",
+        "Where to start: latest, drained, fresh, the id of a checkpoint, or a tag (tag:NAME where "
+        "a tag is a number or one of these words).",
     ),
     _Option(
         "keep",
