@@ -30,7 +30,8 @@ from beam_ckpt.testing.prism import (
     prism_options,
     stop_prism,
 )
-from beam_ckpt.testing.subjects import DelayChainFn
+from beam_ckpt.testing.streams import Advance, Arrive, StreamPlan
+from beam_ckpt.testing.subjects import TAGS, DelayChainFn, EchoFn
 from beam_ckpt.transforms import CheckpointedParDo, Checkpoints
 
 find = prism_binary.__wrapped__  # without its memory
@@ -133,6 +134,27 @@ def test_the_direct_runner_falls_back_where_it_finds_none(tmp_path, caplog, monk
     with caplog.at_level(logging.INFO, "apache_beam.runners.direct"):
         check_two_runs(tmp_path, "DirectRunner", ["--prism_location=/nowhere/prism"])
     assert "Falling back to DirectRunner" in caplog.text
+
+
+def test_elements_of_a_millisecond_that_its_watermark_outruns_are_sorted_among_themselves(prism):
+    """Prism's watermark is at 230 s while the second part, of that moment, is on its way."""
+    at = 230_000_000
+    first, second = tuple((at, "c", v) for v in (5, 4)), tuple((at, "c", v) for v in (3, 1, 2))
+    begin = (Arrive(((20_000_000, "b", 0), *first)), Advance(at - 2_000))
+    plan = StreamPlan((*begin, Arrive(((at, "a", 0),)), Arrive(((at, "a", 0), *second))))
+    store = open_store(f"memory://{uuid.uuid4().hex}")
+    run = run_checkpointed(
+        EchoFn(), plan, runner="PrismRunner", store=store, tags=TAGS, time_sorted=True, every=50
+    )
+
+    def at_once(outputs):
+        return [o.value for o in outputs if o.value[0] == "c" and "late" not in o.value[1]]
+
+    # Outrun, the second part is as if it were of the next millisecond; else it is sorted in.
+    after = tuple((at + 1_000, *rest) for _, *rest in second)
+    assert at_once(run.outputs) in [
+        at_once(run_event_loop(EchoFn(), first + part).outputs) for part in (after, second)
+    ]
 
 
 LATE = {"window_fn": FixedWindows(60), "lateness": 45_000_000}

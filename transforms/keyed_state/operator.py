@@ -121,6 +121,7 @@ class KeyedOperator:
         self._element_names = signature.process.element
         self._timestamp_names = signature.process.timestamp
         self._windows, self._aligned = config.windows, config.aligned
+        self._sorted = config.time_sorted
         self._has_wall_timers = "processing" in signature.domains
         self._marks_drained = config.marks_drained and not config.windows
         # Of this bundle: whether the stream has ended, and the cuts that were made.
@@ -234,7 +235,9 @@ class KeyedOperator:
             return ()
         if not (self._always_ready and memory.live):
             ready = self._ready(timestamp, memory.live)
-            if not memory.live or ready > memory.floor:
+            # To be sorted, an element waits in any case: for those that come with it, and so that
+            # what it sets in the past fires before the next of them.
+            if not memory.live or ready > memory.floor or self._sorted:
                 self._buffered.inc()
                 pane = windowed.pane_info if self._keeps_pane else None
                 state.buffer(timestamp, value, pane, ready)
