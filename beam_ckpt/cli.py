@@ -105,6 +105,10 @@ def _status(error: CheckpointError) -> int:
     return DAMAGED
 
 
+# Of a source, in a terminal.
+_PARTITIONS = 40
+
+
 @app.command()
 def ls(store: StoreArgument, as_json: Json = False) -> None:
     """Lists the checkpoints, oldest first, damaged ones included."""
@@ -147,7 +151,16 @@ def show(
             "beam_version": pipeline and pipeline.beam_version,
             "python_version": pipeline and pipeline.python_version,
         }
-        detail = {"key_group_count": manifest.key_group_count, **versions, "detail": operators}
+        sources = {
+            uid: {"source_type": source.source_type, "offsets": source.offsets}
+            for uid, source in manifest.source_offsets.items()
+        }
+        detail = {
+            "key_group_count": manifest.key_group_count,
+            **versions,
+            "detail": operators,
+            "source_offsets": sources,
+        }
         print_json([facts | detail])
         return
     console = Console()
@@ -176,6 +189,15 @@ def show(
             cells.add_row(*(_text(cell[name]) for name in ("name", "kind", "coder")))
         if cells.rows:
             console.print(cells)
+    for uid, source in manifest.source_offsets.items():
+        console.print(f"\nsource {uid} ({source.source_type})", markup=False, style="bold")
+        offsets = Table("partition", "read from")
+        for partition, offset in list(source.offsets.items())[:_PARTITIONS]:
+            offsets.add_row(Text(partition), Text(offset))
+        if offsets.rows:
+            console.print(offsets)
+        if len(source.offsets) > _PARTITIONS:
+            console.print(f"and {len(source.offsets) - _PARTITIONS} more: see --json")
 
 
 @app.command()

@@ -31,6 +31,7 @@ from beam_ckpt.manifest import (
     PipelineIdentity,
     RunIdentity,
     SidecarEntry,
+    SourceOffsetEntry,
     new_checkpoint_id,
 )
 from beam_ckpt.sidecar import CellColumn, SidecarHeader, encode_sidecar, sidecar_schema
@@ -274,6 +275,38 @@ def test_show_of_one_id_as_json(root: Path, capsys: pytest.CaptureFixture[str]) 
     assert shown["id"] == 1
     assert shown["key_group_count"] == 2
     assert shown["beam_version"] == "2.77.0"
+
+
+def with_offsets(path: Path, partitions: int) -> CheckpointStore:
+    """A store whose only checkpoint says from where to read a source."""
+    store = open_store(path)
+    offsets = {f"topic-{n}[0]": str(1000 + n) for n in range(partitions)}
+    manifest = CheckpointManifest(
+        checkpoint_id=new_checkpoint_id(),
+        id=1,
+        epoch=1,
+        timestamp_ms=1,
+        source_offsets={"events": SourceOffsetEntry(source_type="kafka", offsets=offsets, epoch=1)},
+    )
+    store.save(manifest)
+    store.finalize(1)
+    return store
+
+
+def test_show_says_from_where_to_read_the_sources(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_offsets(tmp_path, 45)
+    assert beam_ckpt("show", tmp_path) == 0
+    out = capsys.readouterr().out
+    assert "source events (kafka)" in out
+    assert "topic-0[0]" in out and "1000" in out
+    assert "and 5 more: see --json" in out
+    assert beam_ckpt("show", tmp_path, "--json") == 0
+    (shown,) = json_lines(capsys.readouterr().out)
+    source = shown["source_offsets"]["events"]
+    assert source["source_type"] == "kafka"
+    assert source["offsets"]["topic-44[0]"] == "1044"
 
 
 def test_state_prints_typed_rows(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
