@@ -10,7 +10,12 @@ from typing import Any
 import apache_beam as beam
 import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
-from apache_beam.transforms.window import TimestampedValue
+from apache_beam.transforms.window import (
+    GlobalWindows,
+    SlidingWindows,
+    TimestampedValue,
+    WindowFn,
+)
 from apache_beam.utils.timestamp import Timestamp
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
@@ -337,3 +342,31 @@ def test_the_offsets_of_a_live_source_are_those_of_its_log(tmp_path, prism):
         assert all(log.row(between)[0] < boundary for between in range(position, expected))
     assert sum(found[b] == log.position(b) for b in found if b is not None) >= 5
     assert found[max(b for b in found if b is not None)] > 80
+
+
+def test_elements_in_windows_are_passed_on_in_them(tmp_path):
+    store = open_store(tmp_path)
+    name = uuid.uuid4().hex
+    collected = cuts._COLLECTED[name] = []
+    with beam.Pipeline(runner="FnApiRunner") as p, Checkpoints(p, store, until=60) as ckpt:
+        passed = (
+            DISORDER.read(p, {})
+            | "Typed" >> beam.Map(lambda e: e).with_output_types(tuple[str, tuple[int, str, int]])
+            | beam.WindowInto(SlidingWindows(60, 30))
+            | ckpt.TrackOffsets("log", partition=lambda e: e[0], offset=lambda e: e[1][0])
+        )
+        _ = passed | beam.ParDo(cuts._CollectFn(name, None))
+        _ = (
+            passed
+            | "Keyed" >> beam.Map(lambda e: (e[1][1], e[1][2])).with_output_types(tuple[str, int])
+            | "Global" >> beam.WindowInto(GlobalWindows())
+            | "Subject" >> ckpt.ParDo(CountAndSumFn(), uid="subject")
+        )
+    del cuts._COLLECTED[name]
+    windows = SlidingWindows(60, 30)
+    assert sorted((o.timestamp, o.value, repr(o.window)) for o in collected) == sorted(
+        (at, (partition, row), repr(window))
+        for at, partition, row in DISORDER.plan.elements
+        for window in windows.assign(WindowFn.AssignContext(Timestamp(micros=at)))
+    )
+    assert store.load_latest().source_offsets["log"].offsets == {"p0": "1", "p1": "1"}

@@ -8,12 +8,14 @@ from typing import Any
 import apache_beam as beam
 import pytest
 from apache_beam.coders import VarIntCoder
+from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.transforms.userstate import ReadModifyWriteStateSpec
 from apache_beam.utils.timestamp import Timestamp
 
 from beam_ckpt import errors, open_store
 from beam_ckpt.retention import KeepLast
 from beam_ckpt.testing import cuts
+from beam_ckpt.testing.prism import prism_options
 from beam_ckpt.transforms import CheckpointResult, Checkpoints
 
 S = 1_000_000
@@ -34,8 +36,11 @@ class Job:
     def __init__(self, store: Any, runner: str = "FnApiRunner", **settings: Any) -> None:
         name = uuid.uuid4().hex
         collected = cuts._COLLECTED[name] = []
+        arguments = [f"--runner={runner}"]
+        if runner == "PrismRunner":
+            arguments += prism_options()
         with (
-            beam.Pipeline(runner=runner) as p,
+            beam.Pipeline(options=PipelineOptions(arguments)) as p,
             Checkpoints(p, store, key_groups=2, **settings) as ckpt,
         ):
             self.resume_at, self.restored = ckpt.resume_at, ckpt.restored
@@ -58,8 +63,10 @@ def store():
     return open_store(f"memory://{uuid.uuid4().hex}")
 
 
-@pytest.mark.parametrize("runner", ["FnApiRunner", "BundleBasedDirectRunner"])
-def test_there_is_a_result_for_each_finalized_checkpoint(store, runner):
+@pytest.mark.parametrize("runner", ["FnApiRunner", "BundleBasedDirectRunner", "PrismRunner"])
+def test_there_is_a_result_for_each_finalized_checkpoint(store, runner, request):
+    if runner == "PrismRunner":
+        request.getfixturevalue("prism")
     job = Job(store, runner, every=50, until=180, keep=100)
     assert job.resume_at is None
     assert job.restored is None

@@ -14,6 +14,7 @@ from apache_beam.coders import (
     VarIntCoder,
 )
 from apache_beam.coders.coders import IntervalWindowCoder
+from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.transforms.combiners import CountCombineFn, MeanCombineFn
 from apache_beam.transforms.userstate import (
     BagStateSpec,
@@ -36,6 +37,7 @@ from beam_ckpt.sidecar import encode_sidecar
 from beam_ckpt.store import StateChunk
 from beam_ckpt.testing import cuts
 from beam_ckpt.testing.cuts import run_checkpointed
+from beam_ckpt.testing.prism import prism_options
 from beam_ckpt.transforms import Checkpoints, PruneCheckpoints, ReadState, RestoreState
 from beam_ckpt.transforms.columns import CellState, OperatorState
 from beam_ckpt.transforms.snapshot import SavedTimer, SnapshotRecord
@@ -145,7 +147,8 @@ def elements(transform: Any, runner: str = "FnApiRunner") -> list[Any]:
     """What a transform at the root of a pipeline gives."""
     name = uuid.uuid4().hex
     collected = cuts._COLLECTED[name] = []
-    with beam.Pipeline(runner=runner) as p:
+    arguments = [f"--runner={runner}", *(prism_options() if runner == "PrismRunner" else [])]
+    with beam.Pipeline(options=PipelineOptions(arguments)) as p:
         _ = p | transform | beam.ParDo(cuts._CollectFn(name, None))
     del cuts._COLLECTED[name]
     return collected
@@ -162,8 +165,10 @@ def state(transform: Any, runner: str = "FnApiRunner") -> dict[str, dict[str, An
     return keyed
 
 
-@pytest.mark.parametrize("runner", ["FnApiRunner", "BundleBasedDirectRunner"])
-def test_state_is_read_by_the_recorded_coders_and_nothing_is_unpickled(saved, runner):
+@pytest.mark.parametrize("runner", ["FnApiRunner", "BundleBasedDirectRunner", "PrismRunner"])
+def test_state_is_read_by_the_recorded_coders_and_nothing_is_unpickled(saved, runner, request):
+    if runner == "PrismRunner":
+        request.getfixturevalue("prism")
     found = state(ReadState(saved, "cells"), runner)
     assert Tripwire.unpickled == 0
     assert found == expected(
