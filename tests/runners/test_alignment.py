@@ -22,7 +22,7 @@ _S = 1_000_000
 FEW = settings(
     max_examples=8, derandomize=True, deadline=None, phases=[Phase.explicit, Phase.generate]
 )
-MANY = settings(FEW, max_examples=150)
+MANY = settings(FEW, max_examples=50)
 
 
 @beam.typehints.with_input_types(tuple[str, int])

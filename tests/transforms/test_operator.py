@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from apache_beam.coders import StrUtf8Coder, VarIntCoder
 from apache_beam.coders.coders import GlobalWindowCoder
@@ -12,8 +14,8 @@ from apache_beam.utils.windowed_value import WindowedValue
 from beam_ckpt import errors
 from beam_ckpt.testing.subjects import CountAndSumFn
 from beam_ckpt.transforms.elements import Restored
-from beam_ckpt.transforms.keyed_state.clock import GATE, Epochs
-from beam_ckpt.transforms.keyed_state.operator import KeyedOperator, OperatorConfig
+from beam_ckpt.transforms.keyed_state.clock import DRAINED, GATE, Epochs
+from beam_ckpt.transforms.keyed_state.operator import DRAIN, KeyedOperator, OperatorConfig
 from beam_ckpt.transforms.signature import read_signature
 from beam_ckpt.transforms.snapshot import SnapshotRecord
 
@@ -48,9 +50,9 @@ class Clock:
 
 
 class Key:
-    """One key of a restored run, and the runner's cells for it."""
+    """One key of a run, restored unless said otherwise, and the runner's cells for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, **changes) -> None:
         signature = read_signature(CountAndSumFn())
         config = OperatorConfig(
             uid="op",
@@ -66,6 +68,7 @@ class Key:
             time_sorted=False,
             bounded=False,
         )
+        config = dataclasses.replace(config, **changes)
         self.operator = KeyedOperator(CountAndSumFn(), signature, config)
         self.control, self.buffer, self.clock = Bag(), Bag(), Clock()
         self.cells = signature.cells
@@ -136,3 +139,36 @@ def test_versions_of_the_control_do_not_pile_up():
     for value in range(40):
         key.bundle(key.element(value))
         assert len(key.control.values) <= 9
+
+
+EPOCH = 60_000_000
+STREAM = {"epochs": Epochs(EPOCH, None), "restoring": False, "marks_drained": True}
+
+
+def test_a_key_that_was_touched_once_costs_nothing_afterwards():
+    """No clock is left, nothing grows with the number of epochs, and no drain goes on for ever."""
+    key = Key(**STREAM)
+    key.bundle(key.fire(GATE))
+    key.bundle(key.element(5, seconds=1))
+    key.bundle(key.fire(0))  # its epoch has begun
+    assert key.clock.set_for == {"": EPOCH, "horizon": DRAINED}
+    key.bundle(key.fire(EPOCH))
+    assert key.clock.set_for == {}, "nothing is waited for"
+    kept = list(key.control.values)
+    for epoch in range(2, 50):
+        assert key.bundle(key.fire(epoch * EPOCH)) == []
+        assert key.clock.set_for == {}
+    assert key.bundle(key.fire(DRAINED)) == []
+    assert len(key.control.values) <= 9
+    assert len(kept[-1]) < 200
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_an_epoch_that_the_end_of_the_stream_closed_is_told(ended):
+    key = Key(**STREAM)
+    key.bundle(key.element(5, seconds=1), key.fire(0))
+    key.operator.start_bundle()
+    steps = [key.fire(EPOCH)] + [key.fire(DRAINED)] * ended
+    assert len([output for step in steps for output in step()]) == 1
+    told = [output.value.value for output in key.operator.drained()]
+    assert told == [(DRAIN, (EPOCH, b""))] * ended
