@@ -38,7 +38,7 @@ import pyarrow.parquet as pq
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from beam_ckpt import inspect
@@ -153,7 +153,9 @@ def diff(
         console.print(", ".join(f"{count} {name}" for name, count in counts.items()))
         cells = [n for n in found.column_names if n not in _NOT_SHOWN]
         windows = [name for name in WINDOW_TIMES if name in found.column_names]
-        table = Table("change", "key", *map(_heading, windows), *map(_heading, cells))
+        table = Table(*(Column(n, no_wrap=True) for n in ("change", "key")))
+        for name in (*windows, *cells):
+            table.add_column(_heading(name))
         for row in islice(plain_rows(found), limit or None):
             both = (row[name] for name in cells)
             which = (shown(row[name]) for name in ("change", "key", *windows))
@@ -314,10 +316,17 @@ def _at_most(batches: Iterable[pa.RecordBatch], limit: int) -> Iterator[pa.Recor
 
 def _before_and_after(value: object) -> Text:
     """A cell on both sides."""
-    before, after = value.values() if isinstance(value, dict) else (None, None)
+    before, after = map(_brief, value.values()) if isinstance(value, dict) else (None, None)
     if before == after:
         return shown(after)
     return Text.assemble(shown(before), " → ", shown(after))
+
+
+def _brief(value: object) -> object:
+    """A list of timers as their names and times; anything else as it is."""
+    if not isinstance(value, list) or not all(isinstance(v, dict) and "fire" in v for v in value):
+        return value
+    return [" ".join(str(v[n]) for n in ("family", "tag", "fire") if v.get(n)) for v in value]
 
 
 @contextlib.contextmanager

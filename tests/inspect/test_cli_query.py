@@ -116,6 +116,7 @@ def test_diff_names_what_changed(root: Path, capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     assert "1 added, 1 removed, 1 changed" in out
     assert "1 → 11" in out
+    assert "changed" in out, "not cut"
     assert beam_ckpt("diff", root, 1, 2, "--json") == 0
     rows = json_lines(capsys.readouterr().out)
     assert {row["operator"] for row in rows} == {"totals", "pairs", "per window"}
