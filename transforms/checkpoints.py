@@ -468,6 +468,7 @@ class _Operator(beam.PTransform[Any, Any]):
             window_coder,
             tuple(CellState(c.name, c.kind, c.coder) for c in self._signature.cells),
             self._time_sorted,
+            Duration.of(pcoll.windowing.allowed_lateness).micros,
         )
         job._claim_uid(uid)
         restoring = job.restored is not None and uid in job.restored.operators
@@ -493,8 +494,9 @@ class _Operator(beam.PTransform[Any, Any]):
             time_sorted=self._time_sorted,
             bounded=bool(pcoll.is_bounded),
             windows=pcoll.windowing.windowfn != GlobalWindows(),
-            lateness=Duration.of(pcoll.windowing.allowed_lateness).micros,
+            lateness=operator.lateness,
             late=job._late,
+            on_missing=job._on_missing,
             aligned=job._aligned,
             marks_drained=job._marks_drained and not pcoll.is_bounded,
         )

@@ -279,6 +279,7 @@ class OperatorState:
         window_coder: The coder of its windows.
         cells: Its cells; the order is that of the cells in a record.
         time_sorted: Whether its input is processed in event-time order.
+        lateness: How long after its end a window is kept, in microseconds.
     """
 
     uid: str
@@ -286,6 +287,7 @@ class OperatorState:
     window_coder: Coder
     cells: tuple[CellState, ...]
     time_sorted: bool
+    lateness: int = 0
 
     def spec(self) -> OperatorSpec:
         """Returns what a manifest says of the operator."""

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import apache_beam as beam
-from apache_beam.transforms.window import GlobalWindow
 from apache_beam.utils.timestamp import MIN_TIMESTAMP, Duration, Timestamp
 from apache_beam.utils.windowed_value import PANE_INFO_UNKNOWN, WindowedValue
 
@@ -33,8 +32,9 @@ from beam_ckpt.transforms.columns import OperatorState
 from beam_ckpt.transforms.elements import Restored
 from beam_ckpt.transforms.runners import DeclareWindowing
 from beam_ckpt.transforms.snapshot import SnapshotRecord
+from beam_ckpt.transforms.windows import is_over, left_over
 
-__all__ = ["ReadSaved", "RestorePlan", "check_compatible", "is_over", "left_over", "plan_restore"]
+__all__ = ["ReadSaved", "RestorePlan", "check_compatible", "plan_restore"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -338,21 +338,3 @@ class _ReadGroupFn(beam.DoFn):
                 (decoded,),
                 PANE_INFO_UNKNOWN,
             )
-
-
-def is_over(window: Any, boundary: int | None, lateness: int) -> bool:
-    """Whether a window's state is gone at a cut; at a drained end only the global one is left."""
-    if isinstance(window, GlobalWindow):
-        return False
-    return boundary is None or bool(window.max_timestamp().micros + lateness < boundary)
-
-
-def left_over(record: SnapshotRecord, boundary: int | None) -> SnapshotRecord | None:
-    """What is left at a cut of a window that is over: its outputs beyond the cut, or nothing."""
-    if boundary is None:
-        return None
-    carried = tuple(output for output in record.carried if output.timestamp >= boundary)
-    if not carried:
-        return None
-    nothing = tuple(() if isinstance(cell, tuple) else None for cell in record.cells)
-    return replace(record, cells=nothing, timers=(), carried=carried)

@@ -49,10 +49,11 @@ from beam_ckpt.sidecar import read_chain
 from beam_ckpt.store import CheckpointStore, open_store
 from beam_ckpt.transforms._recorded import Recorded, recorded_coder
 from beam_ckpt.transforms.columns import CellState, OperatorState, coder_identity
-from beam_ckpt.transforms.restore import is_over, plan_restore
+from beam_ckpt.transforms.restore import plan_restore
 from beam_ckpt.transforms.runners import DeclareWindowing
 from beam_ckpt.transforms.signature import read_signature
 from beam_ckpt.transforms.snapshot import SnapshotRecord
+from beam_ckpt.transforms.windows import is_over
 
 __all__ = ["PruneCheckpoints", "ReadState", "RestoreState"]
 

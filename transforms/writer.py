@@ -28,6 +28,7 @@ from beam_ckpt.transforms.columns import OperatorState
 from beam_ckpt.transforms.keyed_state.clock import DRAINED, MS
 from beam_ckpt.transforms.keyed_state.operator import DRAIN
 from beam_ckpt.transforms.metrics import counter
+from beam_ckpt.transforms.windows import without_what_is_over
 
 __all__ = ["DRAINING", "WriteSidecarsFn", "decode_new_sidecar", "encode_new_sidecar"]
 
@@ -185,6 +186,8 @@ class WriteSidecarsFn(ClockedDoFn):
             table = read_chain(state.chain, self._store.read_sidecar, newer=table)
         kind: Literal["full", "delta"] = "full" if compact or not state.chain else "delta"
         at = None if boundary >= DRAINED else boundary
+        if compact:
+            table = without_what_is_over(table, operator.window_coder, at, operator.lateness)
         header = operator.header(key_group=key_group, boundary=at, kind=kind)
         entry = self._store.write_sidecar(
             operator=uid,

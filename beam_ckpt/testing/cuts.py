@@ -36,8 +36,8 @@ from beam_ckpt.testing.replay import ReadReplay, ReplayLog
 from beam_ckpt.testing.streams import Element, StreamPlan
 from beam_ckpt.transforms import CheckpointedParDo
 from beam_ckpt.transforms.columns import CellState, OperatorState
-from beam_ckpt.transforms.restore import is_over, left_over
 from beam_ckpt.transforms.signature import read_signature
+from beam_ckpt.transforms.windows import is_over, left_over
 
 __all__ = ["Run", "run_checkpointed", "run_plain", "saved_state"]
 

@@ -390,3 +390,54 @@ def test_a_source_that_cannot_be_tracked_is_refused(settings, message):
 def test_an_offset_or_partition_of_another_type_stops_the_run(settings, message):
     with pytest.raises(Exception, match=message):
         tracked(**settings).run().wait_until_finish()
+
+
+class TimelessFn(CountFn):
+    """`AlarmedFn` in a later version, without its timer."""
+
+
+class AlarmedFn(CountFn):
+    ALARM = TimerSpec("alarm", TimeDomain.WATERMARK)
+
+    def process(
+        self,
+        element,
+        count=beam.DoFn.StateParam(COUNT),
+        alarm=beam.DoFn.TimerParam(ALARM),
+    ):
+        count.write((count.read() or 0) + 1)
+        alarm.set(500)
+        return []
+
+    @on_timer(ALARM)
+    def on_alarm(self):
+        return ["alarm"]
+
+
+class MovedFn(AlarmedFn):
+    """The same family in processing time."""
+
+    ALARM = TimerSpec("alarm", TimeDomain.REAL_TIME)
+
+    def process(
+        self,
+        element,
+        count=beam.DoFn.StateParam(COUNT),
+        alarm=beam.DoFn.TimerParam(ALARM),
+    ):
+        return []
+
+    @on_timer(ALARM)
+    def on_alarm(self):
+        return ["alarm"]
+
+
+@pytest.mark.parametrize("later", [TimelessFn, MovedFn])
+def test_a_saved_timer_of_a_family_that_is_gone_is_refused_unless_dropped(tmp_path, later):
+    store = open_store(tmp_path)
+    checkpointed(store, AlarmedFn(), until=100)
+    message = r"'op': a timer of family 'alarm' in event time was saved.*on_missing='drop'"
+    with pytest.raises(errors.StateIncompatibleError, match=message):
+        checkpointed(store, later(), until=200)
+    run = checkpointed(store, later(), on_missing="drop")
+    assert "alarm" not in [output.value for output in run.outputs]

@@ -59,6 +59,8 @@ class OperatorConfig:
         lateness: Allowed lateness of the input's windows, in microseconds.
         late: What becomes of elements below the boundary: ``"drop"`` or ``"reprocess"``.
         marks_drained: Whether the end of the input is the drain of a stream, to be told.
+        on_missing: What becomes of saved timers whose family the DoFn has no more: ``"error"`` or
+            ``"drop"``.
         aligned: Whether elements wait for their epoch. Otherwise they count in every checkpoint
             from their own epoch's on, and maybe in earlier ones.
         rewrite: Whether every restored key has to be saved again at the first boundary.
@@ -82,6 +84,7 @@ class OperatorConfig:
     windows: bool = False
     lateness: int = 0
     late: Literal["drop", "reprocess"] = "drop"
+    on_missing: Literal["error", "drop"] = "error"
     aligned: bool = True
     marks_drained: bool = False
 
@@ -116,6 +119,10 @@ class KeyedOperator:
         self._dated_from = self._boundary
         if self._may_carry:
             self._dated_from = max(self._boundary, BEFORE_ALL + 1)
+        self._families: dict[tuple[str, str], int] = {
+            family: i
+            for i, family in enumerate(zip(signature.timers, signature.domains, strict=True))
+        }
         self._keeps_pane = bool(signature.process.pane or signature.process.windowed)
         self._tie_coder = config.value_coder if config.time_sorted else None
         self._element_names = signature.process.element
@@ -449,7 +456,9 @@ class KeyedOperator:
         del memory.wall_timers[(family, tag)]
         state.changed = True
         call = self._signature.callbacks[family]
-        arguments = self._begin(state, call, memory.floor, memory.floor)
+        # In event time it is where the key is: no lower than its last change.
+        at = max(memory.floor, memory.updated)
+        arguments = self._begin(state, call, at, at)
         for argument in call.timestamp:
             arguments[argument] = Timestamp(micros=fire)
         for argument in call.tag:
@@ -621,12 +630,8 @@ class KeyedOperator:
         record = SnapshotRecord.from_bytes(restored.record)
         for cell, saved in zip(state.cells, record.cells, strict=True):
             cell.restore(saved)
-        index = {name: i for i, name in enumerate(self._signature.timers)}
         for timer in record.timers:
-            if timer.domain == "event":
-                memory.timers[(index[timer.family], timer.tag)] = timer.fire
-            else:
-                state.set_wall_timer(index[timer.family], timer.tag, timer.fire)
+            self._restore_timer(state, timer)
         memory.live = memory.restored = memory.saved = True
         memory.updated = record.updated
         if memory.buffered:
@@ -643,6 +648,23 @@ class KeyedOperator:
             # At the first boundary of this run, which makes its checkpoint self-contained.
             memory.open = config.epochs.end_of(self._boundary)
         yield from self._advance(state, memory.floor)
+
+    def _restore_timer(self, state: KeyState, timer: SavedTimer) -> None:
+        family = self._families.get((timer.family, timer.domain))
+        if family is None:
+            if self._config.on_missing == "drop":
+                return
+            known = ", ".join(f"{name} ({domain})" for name, domain in self._families)
+            raise StateIncompatibleError(
+                f"operator {self._config.uid!r}: a timer of family {timer.family!r} in "
+                f"{timer.domain} time was saved, and the DoFn has no such family (it has: "
+                f"{known or 'none'}). What to do: put it back, or give such timers up by "
+                "on_missing='drop'."
+            )
+        if timer.domain == "event":
+            state.control.timers[(family, timer.tag)] = timer.fire
+        else:
+            state.set_wall_timer(family, timer.tag, timer.fire)
 
 
 # What an author wraps an output in to date it.
