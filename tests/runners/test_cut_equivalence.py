@@ -238,7 +238,7 @@ def of_prism(engine, least: int) -> dict[str, object]:
         return {}
     return {
         "least": max(least, engine.source == "live"),
-        "no_ties": engine.source != "batch",
+        "no_ties": engine.source == "stream",  # those of a log come together
         "lateness": (0,),  # any other is refused
     }
 
