@@ -227,9 +227,11 @@ class Checkpoints:
 
     @property
     def results(self) -> Any:
-        """A PCollection of `CheckpointResult`, one per published checkpoint.
+        """A PCollection of `CheckpointResult`, one per published checkpoint, in the global window.
 
-        Taking it closes the list of operators.
+        Its elements are dated 2 ms after their boundaries. A runner that repeats a bundle may give
+        one again, with the same `CheckpointResult.checkpoint_id`. Taking it closes the list of
+        operators.
         """
         if self._results is None:
             self._results = self._publish(self._pipeline)

@@ -235,3 +235,39 @@ def test_elements_without_timestamps_go_from_one_drained_run_to_the_next(tmp_pat
                 | CheckpointedParDo(SumFn(), uid="op", store=store)
             )
     assert sorted(inspect.state(store, "op")["sum"].to_pylist()) == [2, 4]
+
+
+def test_what_is_flattened_has_one_coder_and_one_windowing():
+    """With another windowing on one of its inputs Prism loses the whole of a Flatten."""
+    pipeline = beam.Pipeline(runner="FnApiRunner")
+    source = (
+        pipeline
+        | beam.Create([("a", 1)])
+        | beam.Map(lambda kv: TimestampedValue(kv, 1)).with_output_types(tuple[str, int])
+        | beam.WindowInto(
+            FixedWindows(60),
+            trigger=AfterWatermark(late=AfterCount(1)),
+            accumulation_mode=AccumulationMode.ACCUMULATING,
+            allowed_lateness=30,
+        )
+    )
+    with Checkpoints(pipeline, "memory://graph-flatten", every=60) as ckpt:
+        tracked = source | ckpt.TrackOffsets(
+            "log", partition=lambda kv: kv[0], offset=lambda kv: kv[1]
+        )
+        _ = tracked | ckpt.ParDo(CountFn(), uid="count")
+    components = pipeline.to_runner_api().components
+    flattens = {
+        transform.unique_name: {
+            (
+                components.pcollections[pcoll].coder_id,
+                components.pcollections[pcoll].windowing_strategy_id,
+            )
+            for pcoll in (*transform.inputs.values(), *transform.outputs.values())
+        }
+        for transform in components.transforms.values()
+        if transform.spec.urn == "beam:transform:flatten:v1"
+    }
+    assert any("TrackOffsets(log)" in name for name in flattens)
+    assert any("Entries" in name for name in flattens)
+    assert {name: kinds for name, kinds in flattens.items() if len(kinds) > 1} == {}
