@@ -194,6 +194,7 @@ class Checkpoints:
         self._run_id = uuid.uuid4().hex
         self._operators: list[OperatorState] = []
         self._snapshots: list[Any] = []
+        self._waits: list[Any] = []
         self._inputs: dict[str, Any] = {}
         self._sources: dict[str, str] = {}
         self._offsets: list[Any] = []
@@ -288,6 +289,31 @@ class Checkpoints:
             PipelineRefusedError: The uid is another's, or `disorder` is negative.
         """
         return _TrackOffsets(self, uid, partition, offset, source_type, disorder)
+
+    def wait_for(self, *pcolls: Any) -> None:
+        """Makes each checkpoint wait until all that lies before its boundary is in these.
+
+        Give it what the sinks return. Then an output that a checkpoint covers is in its sink before
+        the checkpoint is published, whatever lies between: a restart, which emits from the boundary
+        on, loses none. (The watermark tells: a sink that hands elements on later than it says so,
+        by threads of its own, cannot be waited for.)
+
+        Args:
+            *pcolls: PCollections of anything, downstream of the operators; their elements are not
+                looked at.
+
+        Raises:
+            PipelineRefusedError: `results` has been taken already.
+        """
+        if self._results is not None:
+            raise PipelineRefusedError(
+                "ckpt.wait_for comes after ckpt.results was taken. What to do: take the results "
+                "last."
+            )
+        for pcoll in pcolls:
+            nothing = DeclareWindowing(_NothingFn(), Windowing(GlobalWindows()))
+            label = f"CheckpointsWaitFor{len(self._waits) or ''}"
+            self._waits.append(pcoll | label >> nothing.with_output_types(_RECORD))
 
     def __enter__(self) -> Self:
         return self
@@ -403,7 +429,7 @@ class Checkpoints:
         )
         # The start is also what keeps the committer alone in its stage.
         return (
-            (new, start, *self._offsets)
+            (new, start, *self._offsets, *self._waits)
             | "Entries" >> beam.Flatten()
             | "Commit" >> beam.ParDo(commit).with_output_types(CheckpointResult)
         )
@@ -841,6 +867,11 @@ def _same(element: Any) -> Any:
 
 def _start(_: bytes) -> tuple[int, tuple[int, bytes]]:
     return START
+
+
+class _NothingFn(beam.DoFn):
+    def process(self, element: Any) -> Any:
+        return ()
 
 
 class _RouteFn(beam.DoFn):
