@@ -213,6 +213,18 @@ class RestoreState(_StateOf):
         return state
 
 
+def saved_cells(read: ReadState) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
+    """What `read` gives, without a pipeline: key, window and values by cell."""
+    reader = read._reader
+    assert reader is not None  # It refuses to be made without a checkpoint.
+    fn = _ReadStateFn(reader)
+    fn.setup()
+    for group in reader.groups:
+        for windowed in fn.process(group):
+            key, values = windowed.value
+            yield key, windowed.windows[0], values
+
+
 class PruneCheckpoints(beam.PTransform[Any, Any]):
     """Deletes the checkpoints that a policy does not keep; gives the `PruneReport`.
 

@@ -12,7 +12,7 @@ BundleBasedDirectRunner, and PrismRunner, of which `beam_ckpt.testing.prism` fin
 from __future__ import annotations
 
 import uuid
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,9 +122,11 @@ def run_plain(
     options: Sequence[str] = (),
     window_fn: Any = None,
     lateness: int = 0,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> Run:
-    """The same with a plain `beam.ParDo`."""
-    return _run(beam.ParDo(fn), source, runner, tags, input_type, options, window_fn, lateness)
+    """The same with a plain `beam.ParDo`; `kwargs` are more arguments of ``process``."""
+    transform = beam.ParDo(fn, **(kwargs or {}))
+    return _run(transform, source, runner, tags, input_type, options, window_fn, lateness)
 
 
 def _run(
