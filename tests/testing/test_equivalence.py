@@ -20,13 +20,20 @@ from apache_beam.transforms.userstate import (
     TimerSpec,
     on_timer,
 )
-from apache_beam.transforms.window import FixedWindows, IntervalWindow, TimestampedValue
+from apache_beam.transforms.window import (
+    FixedWindows,
+    GlobalWindow,
+    IntervalWindow,
+    TimestampedValue,
+)
 from apache_beam.utils.timestamp import Timestamp
 
 from beam_ckpt import errors, open_store
 from beam_ckpt.testing import assert_cut_equivalent, equivalence, state_of, subjects
 from beam_ckpt.testing.cuts import run_checkpointed
+from beam_ckpt.testing.event_loop import KeyedCells, Output
 
+GLOBAL = GlobalWindow()
 PURCHASES = [(0, "ada", 3), (10, "bob", 5), (40, "ada", 4), (90, "bob", 1)]
 
 
@@ -272,6 +279,26 @@ def test_values_that_equal_nothing_are_compared_all_the_same():
     assert equivalence._same_items([1, 2, 2], [2, 1, 2])
     assert not equivalence._same_items([1, 2, 2], [2, 1, 1])
     assert not equivalence._same_items([1], None)
+
+
+@pytest.mark.parametrize(
+    ("restarted", "what"),
+    [
+        (KeyedCells({}, {("ts-quiet", ""): 9_000_000}), "cell 'n': 1 without the restart, empty"),
+        (KeyedCells({"n": 1}, {}), "timer 'quiet': due at Timestamp(9) without the restart, not"),
+        (
+            KeyedCells({"n": 1}, {("ts-quiet", ""): 9_000_000}, (Output(None, 5, 7, GLOBAL),)),
+            "output kept for later: none without the restart, 5 at Timestamp(0.000007)",
+        ),
+    ],
+)
+def test_cells_timers_and_outputs_kept_for_later_are_state(restarted, what):
+    whole = KeyedCells({"n": 1}, {("ts-quiet", ""): 9_000_000})
+    same = {("ada", GLOBAL): whole}
+    assert equivalence._state_difference(same, dict(same), None, frozenset()) is None
+    found = equivalence._state_difference(same, {("ada", GLOBAL): restarted}, None, frozenset())
+    assert found is not None
+    assert f"at the end of key 'ada' in GlobalWindow, {what}" in found
 
 
 def test_state_of_is_what_a_checkpoint_holds():
