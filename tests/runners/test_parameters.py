@@ -80,6 +80,10 @@ class EverythingFn(beam.DoFn):
     def start_bundle(self) -> None:
         self.calls.append("start")
 
+    def finish_bundle(self):
+        LOG.append("finished")
+        yield from ()
+
     def process(
         self,
         element=beam.DoFn.ElementParam,
@@ -141,6 +145,9 @@ def test_every_parameter_and_every_way_of_output_is_beams_own(runner, settings, 
     assert canonical(ours.outputs) == canonical(plain.outputs)
     if settings:
         assert ours.metrics["elements_buffered"] > 0
+    assert [LOG[i + 1] for i, entry in enumerate(LOG) if entry == "finished"] == [
+        "bundle left"
+    ] * LOG.count("finished"), "a bundle's context is left after its end"
     for name in ("setup", "bundle"):
         assert LOG.count(f"{name} entered") == LOG.count(f"{name} left") > 0
 

@@ -58,10 +58,10 @@ class StatefulWrapper(ClockedDoFn):
         return self._fn.start_bundle()
 
     def finish_bundle(self) -> Any:
-        outputs = self._fn.finish_bundle()
-        drained = list(self._operator.drained())
+        # The author's first, and to the end: what was entered for the bundle is left by `flush`.
+        outputs = [*(self._fn.finish_bundle() or ()), *self._operator.drained()]
         self._operator.flush()
-        return outputs if not drained else [*(outputs or ()), *drained]
+        return outputs
 
     def teardown(self) -> Any:
         self._fn.teardown()
