@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import FunctionType, MethodType
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -54,27 +52,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def signatures_read_once() -> Iterator[None]:
-    """Beam reads the signatures of all methods of a DoFn some ten times a pipeline.
-
-    In pipelines as small as those of these tests that is a third of the time. What it reads of a
-    plain function never changes, so it is kept here.
-    """
-    core = sys.modules.get("apache_beam.transforms.core")
-    if core is None:  # no test of this process needs Beam
+    """In pipelines as small as those of these tests, reading signatures is a third of the time."""
+    if "apache_beam.transforms.core" not in sys.modules:  # no test of this process needs Beam
         yield
         return
-    read: Callable[[Any], tuple[list[str], list[Any]]] = core.get_function_args_defaults
-    known: dict[FunctionType, tuple[list[str], list[Any]]] = {}
+    from beam_ckpt.testing import signatures
 
-    def read_once(method: Any) -> tuple[list[str], list[Any]]:
-        function = method.__func__ if isinstance(method, MethodType) else None
-        if not isinstance(function, FunctionType) or function.__dict__:  # wrapped, or declared
-            return read(method)
-        if function not in known:
-            known[function] = read(method)
-        names, defaults = known[function]
-        return list(names), list(defaults)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core, "get_function_args_defaults", read_once)
+    with signatures.signatures_read_once():
         yield

@@ -36,7 +36,8 @@ from beam_ckpt.testing.replay import ReadReplay, ReplayLog
 from beam_ckpt.testing.streams import Element, StreamPlan
 from beam_ckpt.transforms import CheckpointedParDo
 from beam_ckpt.transforms.columns import CellState, OperatorState
-from beam_ckpt.transforms.signature import read_signature
+from beam_ckpt.transforms.signature import Signature, read_signature
+from beam_ckpt.transforms.snapshot import SnapshotRecord
 from beam_ckpt.transforms.windows import is_over, left_over
 
 __all__ = ["Run", "run_checkpointed", "run_plain", "saved_state"]
@@ -208,9 +209,8 @@ def saved_state(
     manifest = store.load_latest() if checkpoint_id is None else store.load_by_id(checkpoint_id)
     assert manifest is not None
     signature = read_signature(fn)
-    coder = _coder(input_type)
-    window_fn = window_fn or GlobalWindows()
-    window_coder = window_fn.get_window_coder()
+    coder = coder_of(input_type)
+    window_coder = (window_fn or GlobalWindows()).get_window_coder()
     operator = OperatorState(
         uid,
         coder.key_coder(),
@@ -218,36 +218,54 @@ def saved_state(
         tuple(CellState(cell.name, cell.kind, cell.coder) for cell in signature.cells),
         False,
     )
-    hints = fn.get_type_hints()
-    output_types: dict[str | None, Any] = {**hints.tagged_output_types()}
-    output_types[None] = output_type or hints.simple_output_type("main")
     state = {}
     for partition in manifest.operators[uid].partitions:
         table = read_chain(partition.sidecars, store.read_sidecar)
         for record in operator.to_records(table):
             key = operator.key_coder.decode(record.key)
             window = window_coder.decode(record.window)
-            boundary = manifest.boundary
-            if is_over(window, boundary, lateness):
-                left = left_over(record, boundary)
-                if left is None:
-                    continue
-                record = left
-            state[key, window] = KeyedCells(
-                cells=dict(_cells(signature.cells, record.cells)),
-                timers={(f"ts-{timer.family}", timer.tag): timer.fire for timer in record.timers},
-                carried=tuple(
-                    Output(output.tag, value, output.timestamp, own_window)
-                    for output in record.carried
-                    for value in [_coder(output_types.get(output.tag, Any)).decode(output.value)]
-                    for own_window in _windows(output, value, window_fn, window_coder)
-                    if boundary is not None and output.timestamp >= boundary
-                ),
+            state[key, window] = keyed_cells(
+                record, window, manifest.boundary, fn, signature, window_fn, lateness, output_type
             )
     return {key: cells for key, cells in state.items() if cells != KeyedCells()}
 
 
-def _coder(hint: Any) -> Any:
+def keyed_cells(
+    record: SnapshotRecord,
+    window: BoundedWindow,
+    boundary: int | None,
+    fn: beam.DoFn,
+    signature: Signature,
+    window_fn: Any = None,
+    lateness: int = 0,
+    output_type: Any = None,
+) -> KeyedCells:
+    """One saved record as the oracle has it; see `saved_state`."""
+    if is_over(window, boundary, lateness):
+        left = left_over(record, boundary)
+        if left is None:
+            return KeyedCells()
+        record = left
+    window_fn = window_fn or GlobalWindows()
+    window_coder = window_fn.get_window_coder()
+    hints = fn.get_type_hints()
+    output_types: dict[str | None, Any] = {**hints.tagged_output_types()}
+    output_types[None] = output_type or hints.simple_output_type("main")
+    return KeyedCells(
+        cells=dict(_cells(signature.cells, record.cells)),
+        timers={(f"ts-{timer.family}", timer.tag): timer.fire for timer in record.timers},
+        carried=tuple(
+            Output(output.tag, value, output.timestamp, own_window)
+            for output in record.carried
+            for value in [coder_of(output_types.get(output.tag, Any)).decode(output.value)]
+            for own_window in _windows(output, value, window_fn, window_coder)
+            if boundary is not None and output.timestamp >= boundary
+        ),
+    )
+
+
+def coder_of(hint: Any) -> Any:
+    """The coder that Beam has for a type hint."""
     return registry.get_coder(convert_to_beam_type(hint))
 
 

@@ -257,7 +257,7 @@ def run_event_loop(
     user = copy.deepcopy(fn)
     author = _Author(user, args, dict(kwargs or {}))
     coder = value_coder if value_coder is not None else _input_value_coder(user)
-    windowing = _Windowing(window_fn or GlobalWindows(), lateness)
+    windowing = Windowing(window_fn or GlobalWindows(), lateness)
 
     queues: dict[tuple[Hashable, BoundedWindow], list[tuple[int, bytes]]] = {}
     for slot_id in restored or ():
@@ -291,13 +291,14 @@ def run_event_loop(
     return LoopResult(outputs, LoopState(left, until), dropped)
 
 
-class _Windowing:
+class Windowing:
     """The input's windows, and when each is over."""
 
     def __init__(self, window_fn: WindowFn, lateness: int) -> None:
         self._window_fn, self._lateness = window_fn, lateness
 
     def assign(self, time: int, value: object) -> Iterable[BoundedWindow]:
+        """The windows of a value at `time`, microseconds."""
         context = WindowFn.AssignContext(Timestamp(micros=time), value)
         return self._window_fn.assign(context)
 
@@ -321,7 +322,7 @@ class _Slot:
         window: BoundedWindow,
         until: int | None,
         outputs: list[Output],
-        windowing: _Windowing,
+        windowing: Windowing,
     ) -> None:
         self.windowing = windowing
         self.expiry = windowing.expiry(window)
@@ -376,7 +377,7 @@ class _Slot:
                 f"outputs; Beam refuses that. Yield {results!r} or return it in a list."
             )
         for result in cast(Iterable[object], results or ()):
-            for output in _outputs_of(result, time, self.window, self.windowing):
+            for output in outputs_of(result, time, self.window, self.windowing):
                 self.put(output)
 
     def put(self, output: Output) -> None:
@@ -412,9 +413,10 @@ class _Slot:
         return KeyedCells(saved, dict(self.timers), tuple(self.carried))
 
 
-def _outputs_of(
-    result: object, time: int, window: BoundedWindow, windowing: _Windowing
+def outputs_of(
+    result: object, time: int, window: BoundedWindow, windowing: Windowing
 ) -> Iterator[Output]:
+    """What Beam makes of one output of a method that was called at `time` (µs) in `window`."""
     tag = None
     if isinstance(result, TaggedOutput):
         tag, result = result.tag, result.value
@@ -431,7 +433,7 @@ def _outputs_of(
         yield Output(tag, result, time, window)
 
 
-def _bundle_outputs(results: Iterable[object] | None, windowing: _Windowing) -> Iterator[Output]:
+def _bundle_outputs(results: Iterable[object] | None, windowing: Windowing) -> Iterator[Output]:
     """Outputs of `finish_bundle`, which belong to no key and are therefore never carried."""
     for result in results or ():
         value = result.value if isinstance(result, TaggedOutput) else result
@@ -439,7 +441,7 @@ def _bundle_outputs(results: Iterable[object] | None, windowing: _Windowing) -> 
             raise TypeError(
                 f"finish_bundle gave {value!r}; Beam takes a WindowedValue there and nothing else."
             )
-        yield from _outputs_of(result, 0, GlobalWindow(), windowing)
+        yield from outputs_of(result, 0, GlobalWindow(), windowing)
 
 
 # ------------------------------------------------------------------------- the author's methods

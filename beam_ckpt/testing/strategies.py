@@ -7,7 +7,8 @@ value 0, time 0, one cut, data in order, all of it in one bundle.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, cast
 
 from beam_ckpt.testing.streams import Advance, Arrive, Element, StreamPlan
@@ -33,6 +34,7 @@ DataSet = tuple[tuple[int, str, int], ...]
 """Elements as (event time in microseconds, key, value), in no order."""
 
 
+@cache
 def keys() -> SearchStrategy[str]:
     """Keys: most of them a, b or c, so that each has several elements; some unusual ones."""
     from hypothesis import strategies as st
@@ -41,6 +43,7 @@ def keys() -> SearchStrategy[str]:
     return st.sampled_from([*"abc" * 4, *unusual])
 
 
+@cache
 def times(low_s: int = -120, high_s: int = 400) -> SearchStrategy[int]:
     """Moments in [low_s, high_s] seconds: on full tens of seconds (often equal), or to the ms."""
     from hypothesis import strategies as st
@@ -102,6 +105,7 @@ _Choice = tuple[int | None, int]
 """A cut: (index of the element that it is aligned to, or None; the moment, or the distance)."""
 
 
+@cache
 def _choices(max_cuts: int) -> SearchStrategy[list[_Choice]]:
     """Cuts before the data is known: drawn apart, data and cuts shrink apart."""
     from hypothesis import strategies as st
@@ -120,6 +124,7 @@ def _resolve(choices: Sequence[_Choice], moments: Sequence[int]) -> tuple[int, .
     return tuple(sorted(chosen))
 
 
+@cache
 def intervals() -> SearchStrategy[int | None]:
     """Checkpoint intervals in microseconds, some that divide nothing; None: once, at the end."""
     from hypothesis import strategies as st
@@ -128,6 +133,7 @@ def intervals() -> SearchStrategy[int | None]:
     return st.sampled_from([s if s is None else s * _SECOND for s in seconds] + [12_345 * _MS])
 
 
+@cache
 def key_group_counts() -> SearchStrategy[int]:
     """One key group; a few that divide nothing; the default."""
     from hypothesis import strategies as st
@@ -148,31 +154,40 @@ def stream_plans(
         max_displacement_s: How many seconds an element may come after one that is younger.
         max_chunk: The greatest number of elements that arrive together.
     """
+    return _plan_strategy()(tuple(data), max_displacement_s, max_chunk)
+
+
+@cache  # `composite` reads its function's signature, which takes longer than a plan
+def _plan_strategy() -> Callable[[tuple[Element, ...], int, int], SearchStrategy[StreamPlan]]:
     from hypothesis import strategies as st
 
-    @st.composite
-    def plan(draw: DrawFn) -> StreamPlan:
-        # Few distinct delays say as much as many, and leave Hypothesis less to shrink.
-        delay = st.integers(0, max_displacement_s).map(lambda s: s * _SECOND)
-        ordered = sorted(data, key=lambda e: (e[0], repr(e)))
-        delays = [draw(delay) for _ in ordered]
-        arriving = [e for _, e in sorted(zip(delays, ordered, strict=True), key=_arrival)]
-        steps: list[Arrive | Advance] = []
-        watermark: int | None = None
-        at = 0
-        while at < len(arriving):
-            size = max_chunk - draw(st.integers(0, max_chunk - 1))
-            steps.append(Arrive(tuple(arriving[at : at + size])))
-            at += size
-            if at < len(arriving) and draw(st.booleans()):
-                lag = draw(st.sampled_from([1, 2, 1_000, 30_000]))
-                bound = min(e[0] for e in arriving[at:]) // _MS * _MS - lag * _MS
-                if watermark is None or bound > watermark:
-                    watermark = bound
-                    steps.append(Advance(bound))
-        return StreamPlan(tuple(steps))
+    return st.composite(_draw_plan)
 
-    return plan()
+
+def _draw_plan(
+    draw: DrawFn, data: tuple[Element, ...], max_displacement_s: int, max_chunk: int
+) -> StreamPlan:
+    from hypothesis import strategies as st
+
+    # Few distinct delays say as much as many, and leave Hypothesis less to shrink.
+    delay = st.integers(0, max_displacement_s).map(lambda s: s * _SECOND)
+    ordered = sorted(data, key=lambda e: (e[0], repr(e)))
+    delays = [draw(delay) for _ in ordered]
+    arriving = [e for _, e in sorted(zip(delays, ordered, strict=True), key=_arrival)]
+    steps: list[Arrive | Advance] = []
+    watermark: int | None = None
+    sizes, lags = st.integers(0, max_chunk - 1), st.sampled_from([1, 2, 1_000, 30_000])
+    at = 0
+    while at < len(arriving):
+        size = max_chunk - draw(sizes)
+        steps.append(Arrive(tuple(arriving[at : at + size])))
+        at += size
+        if at < len(arriving) and draw(st.booleans()):
+            bound = min(e[0] for e in arriving[at:]) // _MS * _MS - draw(lags) * _MS
+            if watermark is None or bound > watermark:
+                watermark = bound
+                steps.append(Advance(bound))
+    return StreamPlan(tuple(steps))
 
 
 def _arrival(delayed: tuple[int, Element]) -> tuple[int, int]:

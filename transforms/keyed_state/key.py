@@ -99,7 +99,7 @@ class KeyState:
         changed: The author changed something since `settle` looked.
         closing: A timer is firing that was set beyond the end of the window: at that end, the last
             moment there is. What it sets beyond it never fires, so a loop of timers ends.
-        done: The run's last cut of this key is taken and nothing can come: nothing is written.
+        done: The run's last cut of this key is taken and no element can come: nothing is kept.
         expiry: When the window is over, allowed lateness included, in microseconds: the runner
             fires no timer after it, and drops the state.
         now: Event time of the author's last call.
@@ -282,6 +282,9 @@ class KeyState:
         """
         self.settle()
         if self.done:
+            # A fire that comes again, or of the other clock, has to find that nothing is due.
+            if self._versions:
+                self._cell.clear()
             return
         control = self.control
         self._arm(epochs, two_clocks, watches_end)
@@ -342,18 +345,27 @@ class KeyState:
                 self._overflow.pop(index, None)
             self.control.values[index] = value
 
-    @property
-    def cut_due(self) -> int | None:
-        """When the open epoch is to be saved; `None`: there is none, or the window is over by then.
+    def next_cut(self, epochs: Epochs) -> tuple[int, int] | None:
+        """The next boundary at which there is something to save, and when that is due, if any.
 
-        Of a window that is over only outputs beyond the cut are left to save, at the last moment
-        at which the runner lets it.
+        Besides the end of the open epoch that is the boundary at which the last of the outputs
+        beyond the cut no longer is: the record that has them is of no use then.
+
+        Of a window that is over by then only outputs beyond the cut are left to save, at the last
+        moment at which the runner lets it.
         """
         control = self.control
         cut = control.open
-        if cut is None or cut <= self.expiry:
-            return cut
-        return self.expiry if control.carried else None
+        if cut is not None:
+            if cut > self.expiry:
+                return (cut, self.expiry) if control.carried else None
+            return cut, cut
+        if control.carried and not control.closed:
+            latest = max(output.timestamp for output in control.carried)
+            over = epochs.end_of(latest)
+            if latest < epochs.last and over <= self.expiry:
+                return over, over
+        return None
 
     def _arm(self, epochs: Epochs, two_clocks: bool, watches_end: bool) -> None:
         """Sets the clock at the earliest thing that this key waits for.
@@ -363,7 +375,8 @@ class KeyState:
         the work of many. The first still holds the output watermark.
         """
         control = self.control
-        first = self.cut_due
+        cut = self.next_cut(epochs)
+        first: int | None = None if cut is None else cut[1]
         last = first
         for fire in control.timers.values():
             due = epochs.timer_due(min(fire, self.expiry))

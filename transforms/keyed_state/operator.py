@@ -485,16 +485,15 @@ class KeyedOperator:
                         element = None
             at_timer = timer[0] if timer else None
             at_element = element[0] * MS if element else None
-            cut, cut_due = memory.open, state.cut_due
+            cut = state.next_cut(self._config.epochs)
             if (
                 cut is not None
-                and cut_due is not None
-                and cut_due <= floor
-                and (at_timer is None or cut <= at_timer)
-                and (at_element is None or cut <= at_element)
+                and cut[1] <= floor
+                and (at_timer is None or cut[0] <= at_timer)
+                and (at_element is None or cut[0] <= at_element)
             ):
-                reached = max(reached, cut_due)
-                yield from self._snapshot(state, cut)
+                reached = max(reached, cut[1])
+                yield from self._snapshot(state, cut[0])
             elif timer is not None and (at_element is None or timer[0] <= at_element):
                 reached = max(reached, timer[0])
                 yield from self._fire(state, reached, timer[1], timer[2])
