@@ -365,12 +365,12 @@ def histories(
 
 @lru_cache
 def chains(
-    *, order_free: bool | None = None, kinds: tuple[str, ...] = KINDS, **of_first: Any
+    *, second_is_order_free: bool | None = None, kinds: tuple[str, ...] = KINDS, **of_first: Any
 ) -> SearchStrategy[Chain]:
     """Chains of two operators.
 
     Args:
-        order_free: The class of the second one's programs; both by default.
+        second_is_order_free: The class of the second one's programs; both by default.
         kinds: Kinds of cells.
         **of_first: Arguments of `histories` for the first one.
     """
@@ -380,7 +380,7 @@ def chains(
     windows, choice = st.sampled_from(WINDOWS), st.booleans()
 
     def draw_one(draw: DrawFn) -> Chain:
-        free = draw(choice) if order_free is None else order_free
+        free = draw(choice) if second_is_order_free is None else second_is_order_free
         second = draw(programs(order_free=free, forward=True, kinds=kinds))
         return Chain(replace(draw(first), aligned=True), second, free, draw(windows))
 
