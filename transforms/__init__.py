@@ -1,5 +1,6 @@
 """The Beam side of `beam_ckpt`: transforms that save and restore keyed state exactly."""
 
+from beam_ckpt.transforms.bootstrap import WriteState
 from beam_ckpt.transforms.checkpoints import CheckpointedParDo, Checkpoints
 from beam_ckpt.transforms.committer import CheckpointResult
 from beam_ckpt.transforms.options import CheckpointOptions
@@ -13,4 +14,5 @@ __all__ = [
     "PruneCheckpoints",
     "ReadState",
     "RestoreState",
+    "WriteState",
 ]

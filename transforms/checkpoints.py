@@ -173,7 +173,7 @@ class Checkpoints:
         self._key_groups, self._on_missing = key_groups, on_missing
         self._max_files = max_files_per_group
         self._late, self._aligned = late, alignment == "exactly_once"
-        self._epochs = Epochs(_micros("every", every), _micros("until", until))
+        self._epochs = Epochs(event_time("every", every), event_time("until", until))
         if self._epochs.every is not None and self._epochs.every <= 0:
             raise PipelineRefusedError(
                 f"every={every!r} is no interval. What to do: give seconds above 0, or None for "
@@ -199,7 +199,7 @@ class Checkpoints:
         self._sources: dict[str, str] = {}
         self._offsets: list[Any] = []
         self._results: Any = None
-        self._claim_store()
+        claim_store(pipeline, self._store)
 
     # ------------------------------------------------------------------ what an author asks
     @property
@@ -367,16 +367,6 @@ class Checkpoints:
         """Whether all restored state has to be saved again, in other key groups."""
         return self.restored is not None and self.restored.key_group_count != self._key_groups
 
-    def _claim_store(self) -> None:
-        stores = _STORES.setdefault(self._pipeline, set())
-        if self._store.url in stores:
-            raise PipelineRefusedError(
-                f"two checkpoints of one pipeline go to {self._store.url}, and a store has one "
-                "committer. What to do: put the operators under one Checkpoints(p, store), or "
-                "give each a store of its own."
-            )
-        stores.add(self._store.url)
-
     def _claim_uid(self, uid: str) -> None:
         if self._results is not None:
             raise PipelineRefusedError(
@@ -435,6 +425,18 @@ class Checkpoints:
         )
 
 
+def claim_store(pipeline: beam.Pipeline, store: CheckpointStore) -> None:
+    """Makes this the only transform of a pipeline that publishes to a store."""
+    stores = _STORES.setdefault(pipeline, set())
+    if store.url in stores:
+        raise PipelineRefusedError(
+            f"two checkpoints of one pipeline go to {store.url}, and a store has one "
+            "committer. What to do: put the operators under one Checkpoints(p, store), or "
+            "give each a store of its own."
+        )
+    stores.add(store.url)
+
+
 class _Operator(beam.PTransform[Any, Any]):
     """One operator: the author's DoFn in its wrapper, and its restore branch if there is one."""
 
@@ -480,7 +482,7 @@ class _Operator(beam.PTransform[Any, Any]):
 
     def expand(self, pcoll: Any) -> Any:
         job, uid = self._job, self._uid
-        key_coder, value_coder = _input_coders(pcoll, uid)
+        key_coder, value_coder = input_coders(pcoll, uid)
         check_timestamps(pcoll, uid, job._epochs)
         check_lateness(pcoll, uid)
         if self._time_sorted and not job._aligned:
@@ -602,7 +604,7 @@ class _TrackOffsets(beam.PTransform[Any, Any]):
         disorder: int,
     ) -> None:
         super().__init__()
-        _check_uid(uid, "TrackOffsets", "source")
+        check_uid(uid, "TrackOffsets", "source")
         if isinstance(disorder, bool) or not isinstance(disorder, int) or disorder < 0:
             raise PipelineRefusedError(
                 f"TrackOffsets {uid!r}: disorder={disorder!r}. What to do: give a number of "
@@ -739,11 +741,11 @@ def _check_author(
     fn: beam.DoFn, args: tuple[Any, ...], kwargs: dict[str, Any], uid: str | None
 ) -> Signature:
     signature = read_signature(fn, args, kwargs)
-    _check_uid(uid, type(fn).__name__, "operator")
+    check_uid(uid, type(fn).__name__, "operator")
     return signature
 
 
-def _check_uid(uid: object, name: str, kind: str) -> None:
+def check_uid(uid: object, name: str, kind: str) -> None:
     if not uid or not isinstance(uid, str):
         raise PipelineRefusedError(
             f"the {kind} of {name} has no uid (found {uid!r}), and its state is found by it. "
@@ -772,7 +774,7 @@ def _check_pickles(wrapper: StatefulWrapper, fn: beam.DoFn) -> None:
         ) from error
 
 
-def _input_coders(pcoll: Any, uid: str) -> tuple[Any, Any]:
+def input_coders(pcoll: Any, uid: str) -> tuple[Any, Any]:
     """Key and value coder of the input, or why there is no exact state by such keys."""
     hint = pcoll.element_type
     way_out = (
@@ -817,7 +819,7 @@ def _parts(coder: Any) -> Iterable[Any]:
         yield from _parts(part)
 
 
-def _micros(name: str, value: Seconds | None) -> int | None:
+def event_time(name: str, value: Seconds | None) -> int | None:
     if value is None:
         return None
     try:

@@ -29,6 +29,7 @@ from beam_ckpt.lineage import NewSidecar, next_operators
 from beam_ckpt.manifest import (
     CheckpointManifest,
     OperatorSnapshotEntry,
+    OperatorSpec,
     PipelineIdentity,
     RunIdentity,
     SidecarEntry,
@@ -103,6 +104,10 @@ class CommitFn(ClockedDoFn):
         "sidecars", coders.TupleCoder((coders.VarIntCoder(), coders.BytesCoder()))
     )
     _PROGRESS = userstate.ReadModifyWriteStateSpec("progress", coders.BytesCoder())
+    #: Whether it owns the store from its first element on, or from when there is all to publish.
+    _claims_at_start = True
+    #: Whether a cut at which nothing has changed is left out.
+    _skips = True
 
     def __init__(
         self,
@@ -151,13 +156,13 @@ class CommitFn(ClockedDoFn):
         self._committed_boundary = gauge("last_checkpoint_boundary_ms")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CommitFn, self._arguments
+        return type(self), self._arguments
 
     def process(self, element: Any, sidecars: Any, progress: Any, clock: Any) -> None:
         state = _Progress.load(progress)
         boundary, sidecar = element[1]
         if not sidecar:
-            if state.generation == 0:
+            if state.generation == 0 and self._claims_at_start:
                 # Claimed when the job runs, not when its graph is built: building a graph must
                 # not stop the job that is running.
                 self._begin(state)
@@ -225,12 +230,12 @@ class CommitFn(ClockedDoFn):
         boundary = boundary if state.boundary is None else max(boundary, state.boundary)
         base = self._base(state)
         last = boundary >= self._last
-        watermark = None if boundary >= DRAINED else boundary
+        watermark = self._cut(boundary)
         if news.draining or (watermark is None and self._marks_drained):
             state.draining = True
         if last:
             state.ended = True
-        if not news and base is not None and base.watermark == watermark:
+        if self._skips and not news and base is not None and base.watermark == watermark:
             # Nothing has changed since, and that is what is published already.
             self._skipped.inc()
             return None
@@ -271,6 +276,21 @@ class CommitFn(ClockedDoFn):
             manifest.total_size_bytes,
             pruned,
         )
+
+    def _cut(self, boundary: int) -> int | None:
+        """What is recorded of a boundary."""
+        return None if boundary >= DRAINED else boundary
+
+    def _entries_of(self, base: CheckpointManifest | None) -> dict[str, OperatorSnapshotEntry]:
+        """What the next checkpoint adds to."""
+        # With another number of key groups every key was saved anew: the old files are not its.
+        if base is None or base.key_group_count != self._key_groups:
+            return {}
+        uids = [operator.uid for operator in self._operators]
+        return {uid: base.operators[uid] for uid in uids if uid in base.operators}
+
+    def _specs(self, base: CheckpointManifest | None) -> dict[str, OperatorSpec]:
+        return {operator.uid: operator.spec() for operator in self._operators}
 
     def _measure(
         self,
@@ -327,10 +347,7 @@ class CommitFn(ClockedDoFn):
         """Writes and finalizes the manifest; finds the one that an earlier try left."""
         run = RunIdentity(generation=state.generation, run_id=self._run_id)
         uids = [operator.uid for operator in self._operators]
-        # With another number of key groups every key was saved anew: the old files are not its.
-        operators: dict[str, OperatorSnapshotEntry] = {}
-        if base is not None and base.key_group_count == self._key_groups:
-            operators = {uid: base.operators[uid] for uid in uids if uid in base.operators}
+        operators = self._entries_of(base)
         epoch = 0 if base is None else base.epoch
         ids = [i for i in self._store.list_ids() if base is None or i > base.id]
         for checkpoint_id in ids:
@@ -370,7 +387,7 @@ class CommitFn(ClockedDoFn):
                 key_group_count=self._key_groups,
                 run=run,
                 pipeline=PipelineIdentity(
-                    operators={operator.uid: operator.spec() for operator in self._operators},
+                    operators=self._specs(base),
                     beam_version=beam.__version__,
                     python_version=platform.python_version(),
                 ),

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import apache_beam as beam
@@ -131,6 +131,11 @@ class ReadState(_StateOf):
         allowed_lateness: Of these windows, seconds.
         unsafe_unpickle: Whether recorded coders may unpickle. Pickles run whatever code they
             name: say so only of a store that nobody else writes to.
+        accumulators: Give the accumulators of combining cells with `cells` as well, which is what
+            `~beam_ckpt.transforms.WriteState` takes.
+
+    Attributes:
+        boundary: The cut, event time; `None` for the drained end of the input.
 
     Raises:
         CheckpointNotFoundError: No store, no such checkpoint or operator.
@@ -150,6 +155,7 @@ class ReadState(_StateOf):
         windows: WindowFn | None = None,
         allowed_lateness: float | Duration = 0,
         unsafe_unpickle: bool = False,
+        accumulators: bool = False,
     ) -> None:
         opened = open_store(store, create=False)
         if at == "fresh":
@@ -164,6 +170,10 @@ class ReadState(_StateOf):
         super().__init__(
             opened, uid, manifest, cells, key_coder, windows, allowed_lateness, unsafe_unpickle
         )
+        boundary = manifest.boundary
+        self.boundary = None if boundary is None else Timestamp(micros=boundary)
+        if accumulators and self._reader is not None:
+            self._reader = replace(self._reader, combine_fns={})
 
 
 class RestoreState(_StateOf):
@@ -417,7 +427,7 @@ def _reader(
     where = f"checkpoint {manifest.id} of {store.url}, operator {uid!r}"
     spec = _saved_spec(store, manifest, uid)
     key = _coder(key_coder, spec.key_coder, f"{where}: the key", "key_coder=", unsafe_unpickle)
-    declared = {} if fn is None else {cell.name: cell for cell in _cells_of(fn)}
+    declared = {} if fn is None else {cell.name: cell for cell in cells_of(fn)}
     cells, readable, combine_fns = [], set(), {}
     for name, saved in spec.cells.items():
         cell = declared.get(name)
@@ -467,7 +477,7 @@ def _saved_spec(store: CheckpointStore, manifest: CheckpointManifest, uid: str) 
     return specs[uid]
 
 
-def _cells_of(fn: beam.DoFn | type[beam.DoFn]) -> Any:
+def cells_of(fn: beam.DoFn | type[beam.DoFn]) -> Any:
     if isinstance(fn, type):
         name = fn.__name__
         try:

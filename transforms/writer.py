@@ -94,7 +94,7 @@ class WriteSidecarsFn(ClockedDoFn):
         self._bytes = counter("sidecar_bytes_written")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return WriteSidecarsFn, self._arguments
+        return type(self), self._arguments
 
     def setup(self) -> None:
         base = None if self._base_id is None else self._load_base(self._base_id)
@@ -172,6 +172,10 @@ class WriteSidecarsFn(ClockedDoFn):
         else:
             self._due.pop(key, None)
 
+    def _cut(self, boundary: int) -> int | None:
+        """What is recorded of a boundary."""
+        return None if boundary >= DRAINED else boundary
+
     def _write(
         self, uid: str, key_group: int, boundary: int, encoded: list[bytes], state: _Progress
     ) -> NewSidecar:
@@ -185,7 +189,7 @@ class WriteSidecarsFn(ClockedDoFn):
         if compact:
             table = read_chain(state.chain, self._store.read_sidecar, newer=table)
         kind: Literal["full", "delta"] = "full" if compact or not state.chain else "delta"
-        at = None if boundary >= DRAINED else boundary
+        at = self._cut(boundary)
         if compact:
             table = without_what_is_over(table, operator.window_coder, at, operator.lateness)
         header = operator.header(key_group=key_group, boundary=at, kind=kind)
