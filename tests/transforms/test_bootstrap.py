@@ -422,6 +422,21 @@ def test_rows_that_cannot_be_state_stop_it_and_leave_the_store_as_it_was(store, 
     store.check_generation(0, "nobody has claimed it")
 
 
+def test_a_run_that_fails_has_not_claimed_the_store(store):
+    """On a runner that gives the committer its start before the writer gets to work."""
+    rows = [("a", {"total": 1})] * 2
+    with pytest.raises(Exception, match="come more than once"):
+        run(
+            lambda p: (
+                p
+                | beam.Create(rows).with_output_types(PAIR)
+                | WriteState(store, "subject", TotalsFn, key_groups=1)
+            ),
+            "--runner=BundleBasedDirectRunner",
+        )
+    store.check_generation(0, "nobody has claimed it")
+
+
 def test_what_cannot_be_right_is_refused_while_the_pipeline_is_built(store):
     p = beam.Pipeline(options=PipelineOptions(["--runner=FnApiRunner"]))
     rows = p | beam.Create([]).with_output_types(PAIR)
