@@ -17,6 +17,7 @@ published when the input has ended, whatever its event times are.
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -53,11 +54,13 @@ from beam_ckpt.transforms.keyed_state.clock import DRAINED
 from beam_ckpt.transforms.restore import plan_restore
 from beam_ckpt.transforms.runners import AloneInItsStage, DeclareWindowing, prepare
 from beam_ckpt.transforms.snapshot import SnapshotRecord
-from beam_ckpt.transforms.state_io import cells_of
+from beam_ckpt.transforms.state_io import signature_of
 from beam_ckpt.transforms.writer import WriteSidecarsFn
 
 __all__ = ["WriteState"]
 
+
+_LOGGER = logging.getLogger(__name__)
 
 _RECORD = tuple[int, tuple[int, bytes]]
 _ROUTED = tuple[tuple[str, int], tuple[int, bytes]]
@@ -123,12 +126,19 @@ class WriteState(beam.PTransform[Any, Any]):
         check_uid(uid, "WriteState", "operator")
         self._uid, self._replace = uid, replace
         self._boundary = event_time("boundary", boundary)
-        self._cells = tuple(CellState(c.name, c.kind, c.coder) for c in cells_of(cells))
+        signature = signature_of(cells)
+        self._cells = tuple(CellState(c.name, c.kind, c.coder) for c in signature.cells)
         if not self._cells:
             raise PipelineRefusedError(
                 f"the DoFn of WriteState {uid!r} has no state cells. What to do: give the one "
                 "whose state it is."
             )
+        if signature.timers:
+            _LOGGER.warning(
+                "operator %r has the timers %s, which are not part of the state that is "
+                "written: no key will have one pending before its next element sets it",
+                uid, ", ".join(map(repr, signature.timers)),
+            )  # fmt: skip
         self._store = open_store(store)
         plan = plan_restore(self._store, "latest", until=None, on_fallback="accept")
         self._base = plan.manifest

@@ -51,7 +51,7 @@ from beam_ckpt.transforms._recorded import Recorded, recorded_coder
 from beam_ckpt.transforms.columns import CellState, OperatorState, coder_identity
 from beam_ckpt.transforms.restore import plan_restore
 from beam_ckpt.transforms.runners import DeclareWindowing
-from beam_ckpt.transforms.signature import read_signature
+from beam_ckpt.transforms.signature import Signature, read_signature
 from beam_ckpt.transforms.snapshot import SnapshotRecord
 from beam_ckpt.transforms.windows import is_over
 
@@ -427,7 +427,7 @@ def _reader(
     where = f"checkpoint {manifest.id} of {store.url}, operator {uid!r}"
     spec = _saved_spec(store, manifest, uid)
     key = _coder(key_coder, spec.key_coder, f"{where}: the key", "key_coder=", unsafe_unpickle)
-    declared = {} if fn is None else {cell.name: cell for cell in cells_of(fn)}
+    declared = {} if fn is None else {cell.name: cell for cell in signature_of(fn).cells}
     cells, readable, combine_fns = [], set(), {}
     for name, saved in spec.cells.items():
         cell = declared.get(name)
@@ -477,7 +477,7 @@ def _saved_spec(store: CheckpointStore, manifest: CheckpointManifest, uid: str) 
     return specs[uid]
 
 
-def cells_of(fn: beam.DoFn | type[beam.DoFn]) -> Any:
+def signature_of(fn: beam.DoFn | type[beam.DoFn]) -> Signature:
     if isinstance(fn, type):
         name = fn.__name__
         try:
@@ -487,7 +487,7 @@ def cells_of(fn: beam.DoFn | type[beam.DoFn]) -> Any:
                 f"cells={name} cannot be made without arguments: {error}. What to do: give "
                 "an instance of it."
             ) from error
-    return read_signature(fn).cells
+    return read_signature(fn)
 
 
 def _coder(

@@ -437,6 +437,24 @@ def test_a_run_that_fails_has_not_claimed_the_store(store):
     store.check_generation(0, "nobody has claimed it")
 
 
+def test_timers_that_will_not_be_there_are_warned_of(store, caplog):
+    class BothFn(TimerFn):
+        TOTAL = ReadModifyWriteStateSpec("total", VarIntCoder())
+
+        def process(
+            self,
+            element,
+            total=beam.DoFn.StateParam(TOTAL),
+            timer=beam.DoFn.TimerParam(TimerFn.TIMER),
+        ):
+            total.clear()
+
+    WriteState(store, "subject", TotalsFn)
+    assert caplog.records == []
+    WriteState(store, "subject", BothFn)
+    assert "operator 'subject' has the timers 'timer'" in caplog.text
+
+
 def test_what_cannot_be_right_is_refused_while_the_pipeline_is_built(store):
     p = beam.Pipeline(options=PipelineOptions(["--runner=FnApiRunner"]))
     rows = p | beam.Create([]).with_output_types(PAIR)
