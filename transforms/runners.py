@@ -16,7 +16,7 @@ import inspect
 from typing import Any
 
 import apache_beam as beam
-from apache_beam.options.pipeline_options import DebugOptions, GoogleCloudOptions
+from apache_beam.options.pipeline_options import DebugOptions, DirectOptions, GoogleCloudOptions
 from apache_beam.transforms.timeutil import TimeDomain
 from apache_beam.transforms.window import GlobalWindows
 from apache_beam.utils.timestamp import Duration
@@ -86,18 +86,34 @@ def prepare(pipeline: beam.Pipeline) -> None:
 
     Raises:
         PipelineRefusedError: The runner is, or may become, BundleBasedDirectRunner, in a version of
-            Beam whose internals are not those that this module knows.
+            Beam whose internals are not those that this module knows; or FnApiRunner with several
+            threads as workers.
     """
     from apache_beam.runners.direct.direct_runner import (
         BundleBasedDirectRunner,
         SwitchingDirectRunner,
     )
+    from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner
     from apache_beam.runners.portability.portable_runner import PortableRunner
 
+    if isinstance(pipeline.runner, (FnApiRunner, SwitchingDirectRunner)):
+        _check_workers(pipeline)
     if isinstance(pipeline.runner, (PortableRunner, SwitchingDirectRunner)):
         _keep_prism_from_splitting(pipeline)
     if isinstance(pipeline.runner, (BundleBasedDirectRunner, SwitchingDirectRunner)):
         _give_bundle_based_timer_holds()
+
+
+def _check_workers(pipeline: beam.Pipeline) -> None:
+    """Refuses workers that are threads of one process, each with a stale state cache of its own."""
+    options = pipeline.options.view_as(DirectOptions)
+    if options.direct_running_mode == "multi_threading" and options.direct_num_workers != 1:
+        raise PipelineRefusedError(
+            "--direct_running_mode=multi_threading with "
+            f"--direct_num_workers={options.direct_num_workers}: each of these threads has a cache "
+            "of state of its own, and loses what others write. What to do: take one worker, or "
+            "--direct_running_mode=multi_processing."
+        )
 
 
 def check_lateness(pcoll: Any, uid: str) -> None:

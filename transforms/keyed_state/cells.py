@@ -7,7 +7,7 @@ written is a value: changing the Python object afterwards changes nothing, on an
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -144,6 +144,26 @@ class CombiningCell(_PackedCell, userstate.CombiningValueRuntimeState):
         return self._combine_fn.extract_output(accumulator)
 
 
+class _Own:
+    """What a runner's cell holds, each object that could be changed as a copy of the reader's own.
+
+    Some runners hand out, or keep until the bundle ends, the very objects of their cache.
+    """
+
+    __slots__ = ("_coder", "_values")
+
+    def __init__(self, values: Iterable[Any], coder: Any) -> None:
+        self._values, self._coder = values, coder
+
+    def __iter__(self) -> Iterator[Any]:
+        for value in self._values:
+            yield _own(value, self._coder)
+
+
+def _own(value: Any, coder: Any) -> Any:
+    return value if _frozen(value) else coder.decode(coder.encode(value))
+
+
 class _GrowingCell:
     """What bags and sets share: the runner's own cell, and a bit: it may hold something."""
 
@@ -155,7 +175,7 @@ class _GrowingCell:
         self._key, self._bit, self._cell, self._coder = key, bit, cell, coder
 
     def add(self, value: Any) -> None:
-        self._cell.add(value)
+        self._cell.add(_own(value, self._coder))
         self._key.control.filled |= self._bit
         self._key.changed = True
 
@@ -190,8 +210,7 @@ class BagCell(_GrowingCell, userstate.BagRuntimeState):
     def read(self) -> Iterable[Any]:
         if not self._key.control.filled & self._bit:
             return []
-        values: Iterable[Any] = self._cell.read()
-        return values
+        return _Own(self._cell.read(), self._coder)
 
 
 class SetCell(_GrowingCell, userstate.SetRuntimeState):
@@ -200,7 +219,7 @@ class SetCell(_GrowingCell, userstate.SetRuntimeState):
     def read(self) -> set[Any]:
         if not self._key.control.filled & self._bit:
             return set()
-        return set(self._cell.read())
+        return set(_Own(self._cell.read(), self._coder))
 
     def encoded(self) -> tuple[bytes, ...]:
         return tuple(sorted(super().encoded()))
@@ -233,7 +252,7 @@ class OrderedListCell(_GrowingCell, userstate.OrderedListRuntimeState):
 
     def add(self, elem: tuple[Any, Any]) -> None:
         timestamp, value = elem
-        item = (Timestamp.of(timestamp).micros, value)
+        item = _own((Timestamp.of(timestamp).micros, value), self._coder)
         if self._items is not None:
             bisect.insort_right(self._items, item, key=_TIME)
         if not self._stale:
@@ -242,11 +261,12 @@ class OrderedListCell(_GrowingCell, userstate.OrderedListRuntimeState):
         self._key.changed = True
 
     def read(self) -> list[tuple[Timestamp, Any]]:
-        return [(Timestamp(micros=at), value) for at, value in self._all()]
+        return [(Timestamp(micros=at), value) for at, value in _Own(self._all(), self._coder)]
 
     def read_range(self, min_timestamp: Any, limit_timestamp: Any) -> list[tuple[Timestamp, Any]]:
         first, limit = self._range(min_timestamp, limit_timestamp)
-        return [(Timestamp(micros=at), value) for at, value in self._all()[first:limit]]
+        items = _Own(self._all()[first:limit], self._coder)
+        return [(Timestamp(micros=at), value) for at, value in items]
 
     def clear_range(self, min_timestamp: Any, limit_timestamp: Any) -> None:
         first, limit = self._range(min_timestamp, limit_timestamp)
