@@ -162,7 +162,7 @@ def test_a_checkpoint_that_cannot_be_published_is_counted_and_told(store, monkey
     """A failed bundle has no metrics that are committed, so the committer is asked itself."""
     cells = (CellState("sum", "read_modify_write", VarIntCoder()),)
     operator = OperatorState("sums", StrUtf8Coder(), GlobalWindowCoder(), cells, False)
-    commit = CommitFn(store, "run", [operator], 1, None, DRAINED, KeepLast(1), 0, "sums", {})
+    commit = CommitFn(store, "run", [operator], 1, None, DRAINED, KeepLast(1), 0, "sums", {}, False)
     failed = commit._failed = Count()
     state = _Progress()
     commit._begin(state)
