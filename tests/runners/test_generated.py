@@ -8,6 +8,8 @@ from collections import Counter
 import apache_beam as beam
 import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
+from apache_beam.transforms.window import TimestampedValue
+from apache_beam.utils.timestamp import Timestamp
 from hypothesis import HealthCheck, Phase, given, settings
 
 from beam_ckpt import open_store
@@ -40,7 +42,7 @@ FEW = {
 }
 MANY = {
     "FnApiRunner-batch": (100, 40),
-    "BundleBasedDirectRunner-stream": (140, 60),
+    "BundleBasedDirectRunner-stream": (140, 8),
     "PrismRunner-batch": (20, 10),
     "PrismRunner-stream": (20, 10),
     "PrismRunner-live": (10, 5),
@@ -116,7 +118,7 @@ def run_chain(chain: Chain, engine, store, source, cut: int | None) -> list[Outp
         ahead = typed | "First" >> ckpt.ParDo(
             dofn(history.program), uid="first", time_sorted=not history.order_free
         )
-        middle = ahead | "Between" >> beam.Map(between).with_output_types(tuple[str, int])
+        middle = ahead | "Between" >> beam.Map(in_ms).with_output_types(tuple[str, int])
         if chain.window_fn is not None or history.window_fn is not None:
             middle |= "Windows" >> beam.WindowInto(
                 chain.window_fn or beam.transforms.window.GlobalWindows()
@@ -128,6 +130,11 @@ def run_chain(chain: Chain, engine, store, source, cut: int | None) -> list[Outp
             _ = behind[tag or "main"] | f"Collect {tag}" >> beam.ParDo(cuts._CollectFn(name, tag))
     del cuts._COLLECTED[name]
     return collected
+
+
+def in_ms(row, ts=beam.DoFn.TimestampParam):
+    """BundleBasedDirectRunner alone keeps parts of a millisecond on the way to the next stage."""
+    return TimestampedValue(between(row), Timestamp(micros=ts.micros // 1000 * 1000))
 
 
 def check_chain(chain: Chain, engine) -> None:
