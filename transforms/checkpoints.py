@@ -62,6 +62,7 @@ from beam_ckpt.transforms.restore import ReadSaved, RestorePlan, check_compatibl
 from beam_ckpt.transforms.runners import (
     AloneInItsStage,
     DeclareWindowing,
+    NothingFn,
     check_lateness,
     prepare,
     takes_over_a_running_job,
@@ -311,7 +312,7 @@ class Checkpoints:
                 "last."
             )
         for pcoll in pcolls:
-            nothing = DeclareWindowing(_NothingFn(), Windowing(GlobalWindows()))
+            nothing = DeclareWindowing(NothingFn(), Windowing(GlobalWindows()))
             label = f"CheckpointsWaitFor{len(self._waits) or ''}"
             self._waits.append(pcoll | label >> nothing.with_output_types(_RECORD))
 
@@ -869,11 +870,6 @@ def _same(element: Any) -> Any:
 
 def _start(_: bytes) -> tuple[int, tuple[int, bytes]]:
     return START
-
-
-class _NothingFn(beam.DoFn):
-    def process(self, element: Any) -> Any:
-        return ()
 
 
 class _RouteFn(beam.DoFn):

@@ -26,6 +26,7 @@ from beam_ckpt.errors import PipelineRefusedError
 __all__ = [
     "AloneInItsStage",
     "DeclareWindowing",
+    "NothingFn",
     "check_lateness",
     "prepare",
     "takes_over_a_running_job",
@@ -49,7 +50,9 @@ class DeclareWindowing(beam.ParDo):
         return self._windowing
 
 
-class _NothingFn(beam.DoFn):
+class NothingFn(beam.DoFn):
+    """Lets nothing through but the watermark."""
+
     def process(self, element: Any) -> Any:
         return ()
 
@@ -67,7 +70,7 @@ class AloneInItsStage(beam.PTransform[Any, Any]):
             pcoll.pipeline
             | beam.Impulse()
             | "Nothing"
-            >> DeclareWindowing(_NothingFn(), pcoll.windowing).with_output_types(pcoll.element_type)
+            >> DeclareWindowing(NothingFn(), pcoll.windowing).with_output_types(pcoll.element_type)
         )
         return (pcoll, nothing) | beam.Flatten()
 

@@ -413,15 +413,22 @@ class KeyedOperator:
         return stamped if output.tag is None else TaggedOutput(output.tag, stamped)
 
     # ------------------------------------------------------------------ the clock
-    def on_clock(
-        self, key: Any, fired: int, window: Any, control: Any, buffer: Any, runners: Sequence[Any]
-    ) -> Iterator[Any]:
-        """The clock of a key was set for `fired` µs; yields the outputs of what is due."""
+    def _woken(
+        self, key: Any, window: Any, control: Any, buffer: Any, runners: Sequence[Any]
+    ) -> KeyState:
+        """The key that one of the runner's timers is for."""
         slot = (key, window) if self._windows else key
         state = self._keys.get(slot)
         if state is None:
             state = self._load(slot, key, window, control, buffer, runners)
         state.settle()
+        return state
+
+    def on_clock(
+        self, key: Any, fired: int, window: Any, control: Any, buffer: Any, runners: Sequence[Any]
+    ) -> Iterator[Any]:
+        """The clock of a key was set for `fired` µs; yields the outputs of what is due."""
+        state = self._woken(key, window, control, buffer, runners)
         reached = state.control.floor
         if fired >= DRAINED:
             self._ended = True
@@ -442,11 +449,7 @@ class KeyedOperator:
 
         In event time it comes when it comes: it belongs to the epoch that is open then.
         """
-        slot = (key, window) if self._windows else key
-        state = self._keys.get(slot)
-        if state is None:
-            state = self._load(slot, key, window, control, buffer, runners)
-        state.settle()
+        state = self._woken(key, window, control, buffer, runners)
         memory = state.control
         family_text, _, tag = name.partition(":")
         family = int(family_text)
