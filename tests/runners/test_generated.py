@@ -8,8 +8,8 @@ from collections import Counter
 import apache_beam as beam
 import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
-from apache_beam.transforms.window import TimestampedValue
 from apache_beam.utils.timestamp import Timestamp
+from apache_beam.utils.windowed_value import PANE_INFO_UNKNOWN, WindowedValue
 from hypothesis import HealthCheck, Phase, given, settings
 
 from beam_ckpt import open_store
@@ -132,9 +132,11 @@ def run_chain(chain: Chain, engine, store, source, cut: int | None) -> list[Outp
     return collected
 
 
-def in_ms(row, ts=beam.DoFn.TimestampParam):
+def in_ms(row, ts=beam.DoFn.TimestampParam, window=beam.DoFn.WindowParam):
     """BundleBasedDirectRunner alone keeps parts of a millisecond on the way to the next stage."""
-    return TimestampedValue(between(row), Timestamp(micros=ts.micros // 1000 * 1000))
+    at = Timestamp(micros=ts.micros // 1000 * 1000)
+    # A TimestampedValue would be put into every window of its time once more.
+    return WindowedValue(between(row), at, (window,), PANE_INFO_UNKNOWN)
 
 
 def check_chain(chain: Chain, engine) -> None:

@@ -255,6 +255,7 @@ def test_where_prism_is_required_its_tests_fail_instead_of_being_skipped(pyteste
     pytester.makeconftest(conftest.read_text(encoding="utf-8"))
     pytester.makepyfile("def test_it(prism): pass")
     monkeypatch.setenv("BEAM_CKPT_PRISM", "/nowhere")
+    monkeypatch.delenv("BEAM_CKPT_PRISM_REQUIRED", raising=False)
     prism_binary.cache_clear()
     try:
         pytester.inline_run().assertoutcome(skipped=1)
