@@ -7,6 +7,10 @@ a cell of many values; null when a cell is empty); ``_key`` and ``_window``, the
 ``_carried``, lists of structs, null when there are none. The header, in the metadata of the file,
 says of which operator, key group and boundary it is, and which cell is in which column.
 
+In a delta rows may hold only what changed since the key's row before. Such a delta has the column
+``_patch``: null for a whole row, else a byte for each cell in the order of the columns: 0, the cell
+is what this row has; 1, it is as it was; 2, the items of this row come after those that were there.
+
 Here everything is Arrow: nothing knows of coders, and nothing needs Beam. What turns encoded state
 into these columns and back is ``beam_ckpt.transforms.columns``.
 

@@ -19,7 +19,8 @@ import xxhash
 from beam_ckpt.errors import CheckpointError, CheckpointTooLargeError, InvalidCheckpointError
 from beam_ckpt.sidecar._bounds import decoded_size
 from beam_ckpt.sidecar._order import in_order
-from beam_ckpt.sidecar._schema import KEY, SidecarHeader, check_columns
+from beam_ckpt.sidecar._patch import of_columns
+from beam_ckpt.sidecar._schema import KEY, PATCH, SidecarHeader, cell_columns, check_columns
 
 __all__ = ["MAX_DECODED_BYTES", "ROW_GROUP_ROWS", "decode_sidecar", "encode_sidecar"]
 
@@ -29,7 +30,7 @@ MAX_DECODED_BYTES = 2**31 - 1
 ROW_GROUP_ROWS = 128 * 1024
 """Rows of a row group: what a reader that looks for one key has to read."""
 
-_TOLD_APART_BY = frozenset({"_key", "_window", "_deleted"})
+_TOLD_APART_BY = frozenset({"_key", "_window", "_deleted", PATCH})
 _METADATA_KEY = b"beam_ckpt.sidecar"
 _MAGIC = b"PAR1"
 _SEAL = b"BCKP\x01"
@@ -102,7 +103,7 @@ def decode_sidecar(
         key: Read the rows of this key (its encoded bytes) alone, and only the row groups that can
             have it. None: all rows.
         columns: Read these columns alone, of which it may lack some, beside the ones that rows are
-            told apart by (``_key``, ``_window``, ``_deleted``). None: all columns.
+            told apart by (``_key``, ``_window``, ``_deleted``, ``_patch``). None: all columns.
 
     Raises:
         InvalidCheckpointError: It is truncated, damaged, or not a sidecar of this library.
@@ -141,6 +142,8 @@ def _read(
         _not_a_sidecar(where, "its rows are not in order, or one occurs twice")
     if key is not None:
         table = table.filter(pc.equal(table["_key"], key))
+    if PATCH in wanted and len(wanted) < len(schema.names):
+        table = of_columns(table, cell_columns(schema))
     return header, table.replace_schema_metadata(None)
 
 

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 from beam_ckpt.errors import CheckpointTooLargeError
 
-__all__ = ["in_order", "latest_in_order", "latest_order", "one_array"]
+__all__ = ["every_in_order", "in_order", "latest_in_order", "latest_order", "one_array"]
 
 
 def in_order(table: pa.Table) -> bool:
@@ -29,6 +29,20 @@ def latest_in_order(table: pa.Table) -> pa.Table:
         else:
             columns.append(one_array(column).take(order))
     return pa.Table.from_arrays(columns, schema=table.schema)
+
+
+def every_in_order(
+    keys: pa.BinaryArray, windows: pa.BinaryArray
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Returns the places of rows in order, equal ones as they come, and where each pair starts."""
+    if _ascend(keys, windows):
+        places = np.arange(len(keys), dtype=np.int64)
+        return places, places
+    order = _ascending(keys, windows)
+    keys, windows = keys.take(order), windows.take(order)
+    differs = pc.or_(pc.not_equal(keys[:-1], keys[1:]), pc.not_equal(windows[:-1], windows[1:]))
+    starts = np.flatnonzero(differs.to_numpy(zero_copy_only=False)) + 1
+    return order.to_numpy().astype(np.int64, copy=False), np.concatenate([[0], starts])
 
 
 def latest_order(keys: pa.BinaryArray, windows: pa.BinaryArray) -> pa.Array | None:

@@ -15,14 +15,19 @@ from beam_ckpt.errors import InvalidCheckpointError, UnsupportedFormatError
 
 __all__ = [
     "FORMAT_VERSION",
+    "PATCH",
     "CellColumn",
     "SidecarHeader",
     "cell_column_name",
+    "cell_columns",
     "sidecar_schema",
 ]
 
 FORMAT_VERSION = 1
-"""The sidecar format this library writes. It reads every one released so far (1)."""
+"""The sidecar format this library writes."""
+
+_READABLE = 2
+# Format 2 has rows that hold only what changed (``_patch``), in deltas that have such rows.
 
 _MAX_HEADER_BYTES = 4 * 1024 * 1024
 
@@ -68,6 +73,12 @@ _OWN_FIELDS = (
     pa.field("_timers", TIMERS),
     pa.field("_carried", CARRIED),
 )
+
+PATCH = "_patch"
+"""The column, of a delta that has rows which are not whole, that says what each row holds."""
+
+_PATCH_FIELD = pa.field(PATCH, pa.binary())
+_NO_CELLS = frozenset({KEY, PATCH, *(field.name for field in _OWN_FIELDS)})
 
 _PREFIX = "cell:"
 
@@ -148,11 +159,11 @@ class SidecarHeader:
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             _malformed(where, f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}")
-        if header.format_version != FORMAT_VERSION:
+        if not 1 <= header.format_version <= _READABLE:
             raise UnsupportedFormatError(
                 f"{where} has sidecar format {header.format_version}; this version of beam_ckpt "
-                f"reads format {FORMAT_VERSION}. Read it with the version that wrote it, or a "
-                "newer one."
+                f"reads formats 1 to {_READABLE}. Read it with the version that wrote it, or "
+                "a newer one."
             )
         for what in ("name", "column"):
             names = [getattr(cell, what) for cell in header.cells]
@@ -172,8 +183,15 @@ def sidecar_schema(key: pa.DataType, cells: Sequence[tuple[str, pa.DataType]]) -
     Args:
         key: Type of the key column.
         cells: Column name and type of each cell, in order.
+
+    A delta with rows that are not whole has the column ``_patch`` (binary) after these.
     """
     return pa.schema([pa.field(KEY, key), *(pa.field(n, t) for n, t in cells), *_OWN_FIELDS])
+
+
+def cell_columns(schema: pa.Schema) -> list[str]:
+    """Returns the columns of a sidecar that hold cells."""
+    return [name for name in schema.names if name not in _NO_CELLS]
 
 
 def check_columns(header: SidecarHeader, found: pa.Schema, *, where: str) -> None:
@@ -182,17 +200,20 @@ def check_columns(header: SidecarHeader, found: pa.Schema, *, where: str) -> Non
     Raises:
         InvalidCheckpointError: It has not.
     """
-    expected = [KEY, *(cell.column for cell in header.cells), *(f.name for f in _OWN_FIELDS)]
+    own = [*_OWN_FIELDS]
+    if found.names[-1:] == [PATCH] and header.kind == "delta" and header.format_version > 1:
+        own.append(_PATCH_FIELD)
+    expected = [KEY, *(cell.column for cell in header.cells), *(field.name for field in own)]
     if found.names != expected:
         raise InvalidCheckpointError(
             f"{where} has the columns {found.names[:50]}, its header speaks of {expected[:50]}; it "
             "was damaged or changed: restore from an older checkpoint."
         )
-    for field in _OWN_FIELDS:
-        own = found.field(field.name)
-        if own.type != field.type or own.nullable != field.nullable:
+    for field in own:
+        there = found.field(field.name)
+        if there.type != field.type or there.nullable != field.nullable:
             raise InvalidCheckpointError(
-                f"column {field.name} of {where} is {own}, not {field}; it was damaged or "
+                f"column {field.name} of {where} is {there}, not {field}; it was damaged or "
                 "changed: restore from an older checkpoint."
             )
 
