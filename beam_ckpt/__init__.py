@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from beam_ckpt.errors import CheckpointError as CheckpointError
+    from beam_ckpt.maintenance import rewrite as rewrite
     from beam_ckpt.recovery import RecoveryReport as RecoveryReport
     from beam_ckpt.recovery import ValidationResult as ValidationResult
     from beam_ckpt.retention import KeepFor as KeepFor
@@ -36,6 +37,7 @@ _HOME = {
     "RecoveryReport": "recovery",
     "ValidationResult": "recovery",
     "open_store": "store",
+    "rewrite": "maintenance",
 }
 
 __all__ = [
@@ -48,6 +50,7 @@ __all__ = [
     "RecoveryReport",
     "ValidationResult",
     "open_store",
+    "rewrite",
 ]
 
 

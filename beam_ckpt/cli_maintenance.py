@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from beam_ckpt.recovery import SkippedCheckpoint
     from beam_ckpt.retention import Garbage, PruneReport
 
-__all__ = ["register"]
+__all__ = ["DryRun", "Yes", "confirm", "ensure_can_ask", "register"]
 
 _READERS = 8
 _NAMED = 3
@@ -205,7 +205,7 @@ def prune(
     younger checkpoint has overtaken go.
     """
     policy = _policy(keep_last, keep_for)
-    _ensure_can_ask(yes=yes or dry_run)
+    ensure_can_ask(yes=yes or dry_run)
     opened = open_store(store, create=False)
     plan = opened.prune(policy, dry_run=True)
     with ThreadPoolExecutor(_READERS) as pool:
@@ -225,7 +225,7 @@ def prune(
     elif dry_run:
         _say(f"would delete {what}; {_count(len(plan.kept), 'checkpoint')} stay", to_stderr=as_json)
     else:
-        _confirm(f"Delete {what}?", yes=yes)
+        confirm(f"Delete {what}?", yes=yes)
         done = opened.prune(policy, only=plan)
         went = f"deleted {_count(len(done.deleted), 'checkpoint')}"
         went += f", {_count(len(done.markers), 'marker')}" if done.markers else ""
@@ -259,7 +259,7 @@ def gc(
     They are left by runs that were killed or superseded.
     """
     grace_s = _seconds(grace, "--grace")
-    _ensure_can_ask(yes=yes or dry_run)
+    ensure_can_ask(yes=yes or dry_run)
     opened = open_store(store, create=False)
     plan = opened.gc(grace_s=grace_s, dry_run=True)
     for item in plan.deleted:
@@ -272,7 +272,7 @@ def gc(
     elif dry_run:
         _say(f"would delete {what}", to_stderr=as_json)
     else:
-        _confirm(f"Delete {what}?", yes=yes)
+        confirm(f"Delete {what}?", yes=yes)
         done = opened.gc(grace_s=grace_s, only=plan)
         _say(f"deleted {_count(len(done.deleted), 'file')}", to_stderr=as_json)
     if as_json:
@@ -366,15 +366,17 @@ def _total(report: PruneReport, sizes: dict[str | None, int]) -> int:
 # -- asking ----------------------------------------------------------------------------------
 
 
-def _ensure_can_ask(*, yes: bool) -> None:
+def ensure_can_ask(*, yes: bool) -> None:
+    """Refuses to begin what will need an answer where nobody can give one."""
     if not yes and not (sys.stdin is not None and sys.stdin.isatty()):
         raise typer.BadParameter(
-            "needed to delete where there is no terminal to ask on; --dry-run only lists",
+            "needed where there is no terminal to ask on; --dry-run only says what would be done",
             param_hint="--yes",
         )
 
 
-def _confirm(question: str, *, yes: bool) -> None:
+def confirm(question: str, *, yes: bool) -> None:
+    """Asks, unless the answer was given; anything but yes ends the command."""
     if not yes:
         typer.confirm(question, abort=True, err=True)
 

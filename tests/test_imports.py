@@ -35,8 +35,10 @@ LAYERS = {
     "beam_ckpt.inspect": 6,
     "beam_ckpt.transforms": 6,
     "beam_ckpt.cli_query": 7,
-    "beam_ckpt.cli": 8,
-    "beam_ckpt.testing": 9,
+    "beam_ckpt.maintenance": 7,
+    "beam_ckpt.cli_rewrite": 8,
+    "beam_ckpt.cli": 9,
+    "beam_ckpt.testing": 10,
 }
 
 
