@@ -117,7 +117,9 @@ class Checkpoints:
             that late was never seen.
         on_missing: What to do with saved operators and cells that the pipeline no longer has:
             ``"error"`` or ``"drop"``.
-        max_files_per_group: When a key group has that many files, its next one is a full one.
+        max_files_per_group: How many files a key group consists of at most (a base of more than
+            128 MiB in memory is in several, which count as one): deltas are merged into bigger
+            ones, and now and then with their base. 1: every file is a full one.
 
     Raises:
         PipelineRefusedError: A setting cannot be right.

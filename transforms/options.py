@@ -116,7 +116,7 @@ _OPTIONS = (
         "max_files_per_group",
         "checkpoint_max_files_per_group",
         _number,
-        "Files of a key group after which the next one is a full one.",
+        "How many files a key group consists of at most.",
     ),
 )
 

@@ -34,7 +34,7 @@ from beam_ckpt.transforms.runners import DeclareWindowing
 from beam_ckpt.transforms.snapshot import SnapshotRecord
 from beam_ckpt.transforms.windows import is_over, left_over
 
-__all__ = ["ReadSaved", "RestorePlan", "check_compatible", "plan_restore"]
+__all__ = ["ReadGroupFn", "ReadSaved", "RestorePlan", "check_compatible", "plan_restore"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -284,7 +284,7 @@ class ReadSaved(beam.PTransform[Any, Any]):
             saved = self._manifest.operators[self._operator.uid]
             groups = [(self._manifest.id, partition.partition_id) for partition in saved.partitions]
         lateness = Duration.of(self._windowing.allowed_lateness).micros
-        read = _ReadGroupFn(self._store, self._operator, lateness)
+        read = ReadGroupFn(self._store, self._operator, lateness)
         return (
             pbegin
             | beam.Impulse()
@@ -302,7 +302,7 @@ class _GroupsFn(beam.DoFn):
         yield from self._groups
 
 
-class _ReadGroupFn(beam.DoFn):
+class ReadGroupFn(beam.DoFn):
     """(checkpoint, key group) to the group's live records, newest per key and window."""
 
     def __init__(self, store: CheckpointStore, operator: OperatorState, lateness: int) -> None:

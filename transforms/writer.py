@@ -19,7 +19,7 @@ from apache_beam.transforms.window import TimestampedValue
 from apache_beam.utils.timestamp import Timestamp
 
 from beam_ckpt.errors import CheckpointNotFoundError
-from beam_ckpt.lineage import NewSidecar
+from beam_ckpt.lineage import NewSidecar, files_to_keep
 from beam_ckpt.manifest import CheckpointManifest, SidecarEntry
 from beam_ckpt.sidecar import encode_sidecar, read_chain
 from beam_ckpt.store import CheckpointStore
@@ -41,14 +41,15 @@ DRAINING = b"draining"
 
 def encode_new_sidecar(sidecar: NewSidecar) -> bytes:
     """A sidecar on its way to the committer, as bytes."""
-    entry = sidecar.entry.model_dump(mode="json")
-    return json.dumps([sidecar.operator, sidecar.key_group, sidecar.sequence, entry]).encode()
+    s, entry = sidecar, sidecar.entry.model_dump(mode="json")
+    fields = [s.operator, s.key_group, s.sequence, entry, s.keeps, s.after]
+    return json.dumps(fields).encode()
 
 
 def decode_new_sidecar(data: bytes) -> NewSidecar:
     """The inverse of `encode_new_sidecar`."""
-    operator, key_group, sequence, entry = json.loads(data)
-    return NewSidecar(operator, key_group, sequence, SidecarEntry(**entry))
+    operator, key_group, sequence, entry, keeps, after = json.loads(data)
+    return NewSidecar(operator, key_group, sequence, SidecarEntry(**entry), keeps, after)
 
 
 class WriteSidecarsFn(ClockedDoFn):
@@ -59,7 +60,7 @@ class WriteSidecarsFn(ClockedDoFn):
         run_id: Of this run; part of every file's name.
         operators: Of the pipeline.
         base_id: Of the checkpoint whose files the new ones are added to, or `None`.
-        max_files: When a key group has that many sidecars, the next one is a full one.
+        max_files: How many sidecars a key group has at most; 1: each is a full one.
         name: Makes the timer family unique in the pipeline.
     """
 
@@ -154,6 +155,9 @@ class WriteSidecarsFn(ClockedDoFn):
         for boundary in sorted(waiting):
             if boundary <= reached:
                 records_of = waiting.pop(boundary)
+                # What comes late stands on what was written before it, so it is published with
+                # that, not before it.
+                boundary = max(boundary, state.newest)
                 if key_group == DRAIN:
                     news = DRAINING
                 else:
@@ -182,30 +186,37 @@ class WriteSidecarsFn(ClockedDoFn):
         operator = self._operators[uid]
         if state.chain is None:
             state.chain = list(self._base.get((uid, key_group), ()))
-            state.newest = boundary
-        table = operator.encoded_to_table(encoded)
-        # What came late must not be mixed with newer state that is not published yet.
-        compact = len(state.chain) >= self._max_files and boundary >= state.newest
-        if compact:
-            table = read_chain(state.chain, self._store.read_sidecar, newer=table)
-        kind: Literal["full", "delta"] = "full" if compact or not state.chain else "delta"
         at = self._cut(boundary)
-        if compact:
+        table = operator.encoded_to_table(encoded)
+
+        def encode(kind: Literal["full", "delta"]) -> bytes:
+            header = operator.header(key_group=key_group, boundary=at, kind=kind)
+            return encode_sidecar(table, header)
+
+        keeps, chain, data = 0, state.chain, b""
+        if chain and self._max_files > 1:
+            data = encode("delta")
+            keeps = files_to_keep(chain, len(data), self._max_files)
+        kind: Literal["full", "delta"] = "delta" if keeps else "full"
+        if keeps < len(chain):
+            read = self._store.read_sidecar
+            table = read_chain(chain[keeps:], read, newer=table, keep_tombstones=keeps > 0)
+        if chain and not keeps:
             table = without_what_is_over(table, operator.window_coder, at, operator.lateness)
-        header = operator.header(key_group=key_group, boundary=at, kind=kind)
+        if not keeps or keeps < len(chain):
+            data = encode(kind)
         entry = self._store.write_sidecar(
             operator=uid,
             key_group=key_group,
             boundary=at,
             run_id=self._run_id,
-            data=encode_sidecar(table, header),
+            data=data,
             kind=kind,
             rows=table.num_rows,
         )
-        state.chain = [entry] if kind == "full" else [*state.chain, entry]
-        if kind == "full" and not entry.rows:
-            state.chain = []
-        state.newest = max(state.newest, boundary)
+        after = chain[keeps - 1].sha256 if keeps else ""
+        state.chain = [*chain[:keeps], entry] if keeps or entry.rows else []
+        state.newest = boundary
         state.sequence += 1
         self._files.inc()
         self._rows.inc(entry.rows)
@@ -214,7 +225,7 @@ class WriteSidecarsFn(ClockedDoFn):
             "operator %s, key group %d, boundary %s: %d rows, %d bytes, %s",
             uid, key_group, at, entry.rows, entry.size_bytes, kind,
         )  # fmt: skip
-        return NewSidecar(uid, key_group, state.sequence, entry)
+        return NewSidecar(uid, key_group, state.sequence, entry, keeps, after)
 
 
 class _Progress:
@@ -225,7 +236,7 @@ class _Progress:
     def __init__(self) -> None:
         self.due: int | None = None
         self.sequence = 0
-        self.newest = 0
+        self.newest = -(2**63)
         self.chain: list[SidecarEntry] | None = None
 
     @classmethod

@@ -18,6 +18,7 @@ def read_chain(
     read: Callable[[SidecarEntry], bytes],
     *,
     newer: pa.Table | None = None,
+    keep_tombstones: bool = False,
     key: bytes | None = None,
     columns: Collection[str] | None = None,
 ) -> pa.Table:
@@ -27,6 +28,8 @@ def read_chain(
         sidecars: The key group's, oldest first, as a manifest lists them.
         read: Gives a sidecar's verified bytes, such as `CheckpointStore.read_sidecar`.
         newer: Rows that are newer than all of them and in no sidecar yet.
+        keep_tombstones: Whether rows of what was deleted stay: where `sidecars` are not all that
+            the key group has, and theirs hide rows of older ones.
         key: Only the rows of this key; see `decode_sidecar`.
         columns: Only these columns; see `decode_sidecar`.
 
@@ -38,4 +41,4 @@ def read_chain(
     for entry in reversed(sidecars):
         where = "inline state" if entry.path is None else entry.path
         tables.append(decode_sidecar(read(entry), where=where, key=key, columns=columns)[1])
-    return merge_newest_first(tables, keep_tombstones=False)
+    return merge_newest_first(tables, keep_tombstones=keep_tombstones)

@@ -1,0 +1,101 @@
+"""Which files a key group consists of, from one checkpoint to the next."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+import pytest
+
+from beam_ckpt.errors import InvalidCheckpointError
+from beam_ckpt.lineage import NewSidecar, files_to_keep, next_operators
+from beam_ckpt.manifest import SidecarEntry
+
+
+def entry(kind: str, size: int, rows: int = 1, name: str = "") -> SidecarEntry:
+    name = name or f"{kind}-{size}"
+    return SidecarEntry(
+        path=f"state/op/{name}",
+        kind=kind,
+        size_bytes=size,
+        rows=rows,
+        crc32c=0,
+        sha256=sha256(name.encode()).hexdigest(),
+    )
+
+
+def chain(base: int, *deltas: int) -> list[SidecarEntry]:
+    return [entry("full", base), *(entry("delta", size) for size in deltas)]
+
+
+@pytest.mark.parametrize(
+    ("files", "new", "keep"),
+    [
+        ([], 5, 0),  # nothing to build on
+        (chain(1000), 5, 1),
+        (chain(1000, 20), 5, 2),  # the older delta is larger
+        (chain(1000, 20, 5), 5, 2),  # the last one is not, and with it the new one is 10
+        (chain(1000, 19, 9, 5), 5, 1),  # 10, then 19, then 38: each swallows the next
+        (chain(1000, 20, 9, 5), 5, 2),
+        (chain(1000, 390), 10, 2),  # just not too much for the base
+        (chain(1000, 391), 10, 0),
+        ([entry("full", 500), entry("full", 501), entry("delta", 350)], 50, 3),  # a base in two
+        (chain(1000, 100, 49, 24, 12, 6, 3), 1, 7),  # the eighth file is the last that may be
+        (chain(9000, 600, 300, 150, 70, 30, 12, 5), 1, 7),  # so a larger one is swallowed as well
+        (chain(9000, 600, 300, 150, 70, 30, 6, 5), 1, 6),  # and with it what is no larger then
+    ],
+)
+def test_a_new_delta_swallows_those_that_are_no_larger(files, new, keep):
+    assert files_to_keep(files, new, 8) == keep
+
+
+def test_with_one_file_allowed_every_file_is_full():
+    assert files_to_keep(chain(1000), 1, 1) == 0
+    assert files_to_keep(chain(1000), 1, 2) == 1
+    assert files_to_keep(chain(1000, 100), 1, 2) == 1
+    pages = [entry("full", 1000), entry("full", 900), entry("full", 800)]
+    assert files_to_keep(pages, 1, 2) == 3
+    assert files_to_keep([*pages, entry("delta", 100)], 1, 2) == 3
+
+
+def new(sequence: int, file: SidecarEntry, on: list[SidecarEntry]) -> NewSidecar:
+    after = on[-1].sha256 if on else ""
+    return NewSidecar("op", 3, sequence, file, len(on), after)
+
+
+def listed(*news: NewSidecar, base=None, epoch: int = 1) -> list[SidecarEntry]:
+    operators = next_operators(base or {}, ["op"], news, epoch)
+    partitions = operators["op"].partitions
+    return list(partitions[0].sidecars) if partitions else []
+
+
+def names(files: list[SidecarEntry]) -> list[str]:
+    return [str(file.path).removeprefix("state/op/") for file in files]
+
+
+def test_a_new_sidecar_replaces_what_is_not_kept():
+    base = entry("full", 100)
+    one, two, both = entry("delta", 3), entry("delta", 2), entry("delta", 4)
+    first = next_operators({}, ["op"], [new(1, base, [])], 7)
+    assert [file.epoch for file in first["op"].partitions[0].sidecars] == [7]
+    # Two boundaries that are published as one: the second replaces a file of the first.
+    news = [new(3, both, [base]), new(2, one, [base])]
+    found = listed(*news, base=first, epoch=8)
+    assert names(found) == ["full-100", "delta-4"]
+    assert [file.epoch for file in found] == [7, 8]
+    more = listed(new(2, one, [base]), new(3, two, [base, one]), base=first, epoch=8)
+    assert names(more) == ["full-100", "delta-3", "delta-2"]
+    pages = [entry("full", 60), entry("full", 50)]
+    assert names(
+        listed(new(4, pages[0], []), new(5, pages[1], pages[:1]), base=first, epoch=9)
+    ) == ["full-60", "full-50"]
+
+
+def test_a_base_without_rows_leaves_nothing():
+    assert listed(new(1, entry("full", 100, rows=0), [])) == []
+
+
+@pytest.mark.parametrize("on", [[entry("full", 99)], [entry("full", 100), entry("delta", 3)]])
+def test_a_sidecar_that_stands_on_another_file_than_there_is_is_refused(on):
+    first = next_operators({}, ["op"], [new(1, entry("full", 100), [])], 1)
+    with pytest.raises(InvalidCheckpointError, match=r"key group 3.*stands on.*What to do"):
+        listed(new(2, entry("delta", 2), on), base=first)

@@ -1,0 +1,156 @@
+"""Chains of sidecars stay short and right, however long a job lives: no runner is needed."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+from apache_beam.coders import BytesCoder, StrUtf8Coder
+from apache_beam.transforms.window import GlobalWindows
+
+from beam_ckpt import CheckpointStore, open_store
+from beam_ckpt.testing.driven import DrivenCheckpoints, restored
+from beam_ckpt.transforms.columns import CellState, OperatorState
+from beam_ckpt.transforms.snapshot import SnapshotRecord
+
+GROUPS = 3
+SECOND = 1_000_000
+OPERATOR = OperatorState(
+    "totals",
+    StrUtf8Coder(),
+    GlobalWindows().get_window_coder(),
+    (CellState("value", "read_modify_write", BytesCoder()),),
+    False,
+)
+
+
+def in_memory() -> CheckpointStore:
+    return open_store(f"memory://{uuid.uuid4().hex}")
+
+
+def record(key: str, value: bytes | None) -> tuple[int, bytes]:
+    """The key group and the record of a key; a value of None is a tombstone."""
+    made = SnapshotRecord(key.encode(), b"", value is None, 0, (value,), (), ())
+    return int(key) % GROUPS, made.to_bytes()
+
+
+def values(store: CheckpointStore, checkpoint_id: int) -> dict[str, bytes]:
+    manifest = store.load_by_id(checkpoint_id)
+    assert manifest is not None
+    found = {}
+    for key, data in restored(store, OPERATOR, manifest):
+        assert key not in found, "a key comes once"
+        (cell,) = SnapshotRecord.from_bytes(data).cells
+        assert isinstance(cell, bytes)
+        found[key] = cell
+    return found
+
+
+@pytest.mark.parametrize("max_files", [1, 2, 3, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_checkpoint_restores_the_state_of_its_cut(max_files: int, seed: int) -> None:
+    """Some epochs touch no key of a group, some keys go and come back, and runs follow runs."""
+    rng = random.Random(seed)
+    store = in_memory()
+    state: dict[str, bytes] = {}
+    job = DrivenCheckpoints(store, OPERATOR, GROUPS, max_files=max_files)
+    latest, longest = 0, 0
+    for epoch in range(60):
+        if rng.random() < 0.1:
+            job = DrivenCheckpoints(
+                store, OPERATOR, GROUPS, base_id=latest or None, max_files=max_files
+            )
+        # Now and then the writer is a boundary ahead of the committer.
+        boundaries = [(2 * epoch + i) * SECOND for i in range(rng.choice([1, 1, 2]))]
+        for boundary in boundaries:
+            keys = rng.sample(range(200), rng.choice([1, 3, 3, 150]))
+            for key in map(str, keys):
+                value = None if rng.random() < 0.3 else rng.randbytes(300)
+                if value is not None:
+                    state[key] = value
+                elif state.pop(key, None) is None:
+                    continue
+                group, data = record(key, value)
+                job.add(group, boundary, data)
+            job.write(boundary)
+        for result in job.commit(boundaries[-1]):
+            latest = result.id
+        assert values(store, latest) == state
+        manifest = store.load_by_id(latest)
+        assert manifest is not None
+        chains = [p.sidecars for p in manifest.operators["totals"].partitions]
+        longest = max(longest, *(len(chain) for chain in chains))
+        retained = {path for i in store.list_ids() for path in store.load_by_id(i).sidecar_paths()}
+        listed = {blob.key for blob in store.blobs.list("state/")}
+        assert listed >= retained, "nothing goes that a checkpoint lists"
+    assert longest <= max_files
+    assert longest == 1 if max_files == 1 else longest > 1
+
+
+@pytest.mark.parametrize("committed", [True, False], ids=["published", "not yet published"])
+@pytest.mark.parametrize("max_files", [1, 8])
+def test_what_comes_late_is_neither_lost_nor_hides_what_is_newer(
+    committed: bool, max_files: int
+) -> None:
+    """A key whose first element is late is saved at a boundary that the writer has passed."""
+    store = in_memory()
+    job = DrivenCheckpoints(store, OPERATOR, GROUPS, max_files=max_files)
+    expected = {str(key): random.Random(key).randbytes(300) for key in range(60)}
+    job.checkpoint(10 * SECOND, [record(key, value) for key, value in expected.items()])
+    job.checkpoint(20 * SECOND, [record("3", b"at 20")])
+    for boundary in (30, 40):
+        job.add(0, boundary * SECOND, record("3", b"at %d" % boundary)[1])
+        job.write(boundary * SECOND)
+        if committed:
+            job.commit(boundary * SECOND)
+    # The runner has let the watermark of the writer pass 40, and gives it a record of 30.
+    job.add(0, 30 * SECOND, record("6", b"late")[1])
+    job.write(40 * SECOND)
+    (*_, result) = job.commit(40 * SECOND)
+    expected |= {"3": b"at 40", "6": b"late"}
+    assert values(store, result.id) == expected
+    (result,) = job.checkpoint(50 * SECOND, [record("9", b"after")])
+    assert values(store, result.id) == expected | {"9": b"after"}
+
+
+def measured(epochs: int) -> dict[str, float]:
+    """The figures of benchmarks/compaction.py."""
+    path = Path(__file__).parents[2] / "benchmarks" / "compaction.py"
+    spec = importlib.util.spec_from_file_location("compaction", path)
+    assert spec is not None and spec.loader is not None
+    compaction = importlib.util.module_from_spec(spec)
+    sys.modules["compaction"] = compaction  # where dataclasses look their module up
+    spec.loader.exec_module(compaction)
+    latest: dict[int, bytes] = {}
+    _, *later = compaction.run(in_memory(), 10_000, 1, 0.01, epochs, latest)
+    full = compaction.size_of_full(latest, 1)
+    return {
+        "retained": max(figures.retained for figures in later) / full,
+        "files": max(figures.files for figures in later),
+        "manifest": max(figures.manifest for figures in later),
+        "amplification": sum(figures.written for figures in later)
+        / min(figures.written for figures in later)
+        / epochs,
+    }
+
+
+def check_measured(found: dict[str, float]) -> None:
+    print(found)
+    assert found["retained"] <= 2.5
+    assert 3 <= found["files"] <= 8
+    assert found["manifest"] <= 600 * (8 + 3)
+    assert found["amplification"] <= 4
+
+
+def test_what_a_job_keeps_and_writes_again_is_bounded() -> None:
+    """The first epochs, in which the base is written anew a few times."""
+    check_measured(measured(120))
+
+
+@pytest.mark.slow
+def test_what_a_job_keeps_and_writes_again_is_bounded_over_1000_epochs() -> None:
+    check_measured(measured(1000))
