@@ -51,12 +51,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def signatures_read_once() -> Iterator[None]:
-    """In pipelines as small as those of these tests, reading signatures is a third of the time."""
+def what_beam_reads_is_read_once() -> Iterator[None]:
+    """In pipelines as small as those of these tests that is half of the time."""
     if "apache_beam.transforms.core" not in sys.modules:  # no test of this process needs Beam
         yield
         return
-    from beam_ckpt.testing import signatures
+    from beam_ckpt.testing.read_once import beam_reads_once
 
-    with signatures.signatures_read_once():
+    with beam_reads_once():
         yield

@@ -32,7 +32,7 @@ from beam_ckpt.testing import strategies
 from beam_ckpt.testing.event_loop import KeyedCells, LoopState, canonical, run_event_loop
 from beam_ckpt.testing.fake_runner import Chaos, FakeCheckpoint, run_faked, state_of
 from beam_ckpt.testing.generated import KINDS, TAGS, Program, dofn, programs, readable
-from beam_ckpt.testing.signatures import signatures_read_once
+from beam_ckpt.testing.read_once import beam_reads_once
 from beam_ckpt.testing.streams import Arrive, Element, StreamPlan
 from beam_ckpt.transforms.signature import Signature, read_signature
 
@@ -422,7 +422,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         count(example.first if isinstance(example, Chain) else example, counts)
 
     try:
-        with signatures_read_once():
+        with beam_reads_once():
             holds()
     except AssertionError as error:
         print(f"FAILED: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)

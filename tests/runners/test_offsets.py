@@ -183,7 +183,7 @@ def examples(draw: st.DrawFn, streaming: bool) -> tuple[Log, tuple[int, ...], in
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_reading_from_the_saved_offsets_gives_what_reading_all_gives(runner):
-    @settings(max_examples=8, derandomize=True)
+    @settings(max_examples=4, derandomize=True)
     @given(examples(RUNNERS[runner]))
     def holds(example):
         log, boundaries, every = example

@@ -254,7 +254,7 @@ def _listed(store: MemoryCheckpointStore, id: int) -> set[str]:
     return manifest.sidecar_paths()
 
 
-@pytest.mark.parametrize("first", range(0, 400, 100))
+@pytest.mark.parametrize("first", range(0, 200, 100))
 def test_100_interleavings_of_two_runs_two_prunes_and_a_tag(
     first: int, record_property: Record
 ) -> None:
@@ -263,7 +263,7 @@ def test_100_interleavings_of_two_runs_two_prunes_and_a_tag(
     assert len(outcomes) >= 3
 
 
-@pytest.mark.parametrize("first", range(0, 400, 100))
+@pytest.mark.parametrize("first", range(0, 200, 100))
 def test_100_interleavings_in_which_two_of_them_are_killed(
     first: int, record_property: Record
 ) -> None:
