@@ -6,8 +6,8 @@
     beam-ckpt state STORE OPERATOR            rows of an operator's state, typed
 
 those of `beam_ckpt.cli_query`: timers, history, diff, sql, export; those of
-`beam_ckpt.cli_maintenance`: recover, repair-pointer, tag, prune, gc, copy; and that of
-`beam_ckpt.cli_rewrite`: rewrite.
+`beam_ckpt.cli_maintenance`: recover, repair-pointer, tag, prune, gc, copy; and those of
+`beam_ckpt.cli_rewrite`: rewrite, forget.
 
 STORE is a path or a URL (`gs://bucket/ckpt/job`). What is here never writes to it, and cells that
 only the author's coder can read are shown as bytes: nothing is unpickled. With `--json` each

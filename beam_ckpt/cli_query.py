@@ -53,7 +53,7 @@ from beam_ckpt.store import open_store
 if TYPE_CHECKING:
     from beam_ckpt.manifest import CheckpointManifest
 
-__all__ = ["Bytes", "register", "typed_key", "untyped"]
+__all__ = ["Bytes", "given_key", "register", "typed_key", "untyped"]
 
 Operator = Annotated[str, typer.Argument(help="The operator's uid.", metavar="OPERATOR")]
 At = Annotated[int | None, typer.Option(help="Checkpoint id; default: the newest valid one.")]
@@ -89,7 +89,7 @@ def timers(
     """Lists the pending event-time timers of an operator, the earliest first."""
     opened = open_store(store, create=False)
     manifest = inspect.find_checkpoint(opened, "latest" if at is None else at)
-    wanted = None if key is None else _key(manifest, operator, key)
+    wanted = None if key is None else given_key(manifest, operator, key)
     table = inspect.timers(opened, operator, at=manifest.id, key=wanted)
     columns = ["fire", "key", "family", "tag", "domain"]
     columns += [name for name in WINDOW_TIMES if name in table.column_names]
@@ -106,7 +106,7 @@ def history(
 ) -> None:
     """Shows what one key's state was at each retained checkpoint, the oldest first."""
     opened = open_store(store, create=False)
-    wanted = _key(inspect.find_checkpoint(opened), operator, key)
+    wanted = given_key(inspect.find_checkpoint(opened), operator, key)
     table = inspect.history(opened, operator, wanted, cells=cell, untyped=untyped(as_bytes))
     hidden = {"epoch", "problem", "_key", "_window", "_carried"}
     columns = [name for name in table.column_names if name not in hidden]
@@ -262,8 +262,8 @@ def typed_key(manifest: CheckpointManifest, operator: str, text: str) -> object 
     return key
 
 
-def _key(manifest: CheckpointManifest, operator: str, text: str) -> object:
-    """The key that was typed; a guess from how it looks where its coder is not known."""
+def given_key(manifest: CheckpointManifest, operator: str, text: str) -> object:
+    """Returns the key that was typed; a guess from how it looks where its coder is not known."""
     key = typed_key(manifest, operator, text)
     if key is not None:
         return key

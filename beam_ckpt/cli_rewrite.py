@@ -1,6 +1,7 @@
 """The commands of `beam-ckpt` that change saved state.
 
     beam-ckpt rewrite STORE ...               a new checkpoint with names, key groups, rows changed
+    beam-ckpt forget STORE OPERATOR --key K   one key out of every checkpoint
 
 `rewrite` leaves the checkpoint that it reads as it is. In a STORE that holds `totals` and
 `sessions`:
@@ -13,16 +14,20 @@
     --ttl 30d  or  --ttl totals=30d           drop rows last updated longer ago, before the cut
     --drop-where "totals: count < 2"          drop rows for which SQL (DuckDB) says true
 
-Stop the pipeline first: the store becomes this command's, and a run that is still going cannot
-publish any more. So it asks before it publishes; `--yes` answers, and is needed where there is no
-terminal to ask on. `--dry-run` reads and counts, and writes nothing.
+`forget` replaces every checkpoint that holds the key, and those after it, by new ones without it,
+moves the tags and deletes the old ones. It can be stopped at any point; run again, it goes on.
+
+Stop the pipeline first: the store becomes the command's, and a run that is still going cannot
+publish any more. So both ask before they change anything; `--yes` answers, and is needed where
+there is no terminal to ask on. `--dry-run` reads and counts, and writes nothing.
 
 With `--json` a command prints one JSON object to stdout; the question and progress go to stderr.
 
 Exit status:
 
     0  done
-    1  something is damaged, or something was published meanwhile, or the answer was no
+    1  something is damaged, or something was published meanwhile, or the answer was no; or
+       `forget` has to be run again
     2  wrong usage: a condition that DuckDB refuses, two things of one name
     3  not found: no such store, checkpoint, operator or cell
     4  the storage failed (permissions, network, I/O)
@@ -42,19 +47,30 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from beam_ckpt import inspect, maintenance
 from beam_ckpt._durations import parse_duration
-from beam_ckpt._terminal import Json, StoreArgument, event_time, print_json, printable, size
+from beam_ckpt._terminal import (
+    DAMAGED,
+    Json,
+    StoreArgument,
+    event_time,
+    print_json,
+    printable,
+    size,
+)
 from beam_ckpt.cli_maintenance import DryRun, Yes, confirm, ensure_can_ask
+from beam_ckpt.cli_query import given_key
 from beam_ckpt.errors import CheckpointError, CheckpointNotFoundError
+from beam_ckpt.inspect import _catalog as inspect_catalog
 from beam_ckpt.inspect._catalog import nearest
 from beam_ckpt.manifest import CheckpointManifest
-from beam_ckpt.store import open_store
+from beam_ckpt.store import CheckpointStore, open_store
 
 __all__ = ["register"]
 
 
 def register(app: typer.Typer) -> None:
     """Adds the commands of this module to the application."""
-    app.command(rich_help_panel="Changes")(rewrite)
+    for command in (rewrite, forget):
+        app.command(rich_help_panel="Changes")(command)
 
 
 def rewrite(
@@ -168,7 +184,83 @@ def rewrite(
         console.print(text, markup=False, style="green")
 
 
+def forget(
+    store: StoreArgument,
+    operator: Annotated[str, typer.Argument(help="The operator's uid.", metavar="OPERATOR")],
+    key: Annotated[str, typer.Option(help="The key: text, a number, 0x... bytes, or a JSON list.")],
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
+    """Removes one key's state, timers and held outputs from every checkpoint and tag.
+
+    Checkpoints that held it are replaced by new ones of the same cut; a restore by an old id says
+    which. A run that has not been stopped is fenced. Exit status 1 if something is left.
+    """
+    ensure_can_ask(yes=yes or dry_run)
+    opened = open_store(store, create=False)
+    wanted = given_key(_newest_with(opened, operator), operator, key)
+    with _progress(as_json, "checkpoints") as progress, _usage():
+        plan = maintenance.forget(opened, operator, wanted, dry_run=True)
+        _say_forgotten(plan, as_json=as_json)
+        report = plan
+        if plan.found and not dry_run:
+            confirm(
+                "Remove it? This cannot be undone, and a run that has not been stopped cannot "
+                "publish any more.",
+                yes=yes,
+            )
+            report = maintenance.forget(opened, operator, wanted, progress=progress)
+    if as_json:
+        print_json([{"store": opened.url} | asdict(report) | {"found": report.found}])
+    elif report.found and not dry_run:
+        console = Console(soft_wrap=True, highlight=False)
+        for old, new in report.replaced:
+            console.print(f"checkpoint {old} is now {new}", markup=False)
+        for name in report.tags:
+            console.print(printable(f"tag {name!r} moved with its checkpoint"), markup=False)
+        what = f"{report.rows} rows of the key in {report.files} files"
+        console.print(f"removed {what}, {len(report.unlisted)} unlisted files", style="green")
+    if not as_json:
+        for name, why in report.left:
+            Console(stderr=True, soft_wrap=True).print(
+                printable(f"left: {name}: {why}"), markup=False, style="red"
+            )
+    if report.left:
+        raise typer.Exit(DAMAGED)
+
+
 # -- helpers ---------------------------------------------------------------------------------
+
+
+def _newest_with(store: CheckpointStore, operator: str) -> CheckpointManifest:
+    """The newest checkpoint that knows the operator, for the type of its keys; or the newest."""
+    readable = list(inspect_catalog.readable(store))
+    for manifest in reversed(readable):
+        if manifest.pipeline and operator in manifest.pipeline.operators:
+            return manifest
+    if not readable:
+        raise CheckpointNotFoundError(f"no checkpoint in {store.url} yet")
+    return readable[-1]
+
+
+def _say_forgotten(report: maintenance.ForgetReport, *, as_json: bool) -> None:
+    console = Console(stderr=as_json, soft_wrap=True, highlight=False)
+    if not report.found:
+        console.print("nothing in the store holds the key")
+        return
+    if report.holding:
+        held = ", ".join(map(str, report.holding))
+        text = f"held by checkpoints {held}: {report.rows} rows in {report.files} files"
+        console.print(text, markup=False)
+    if report.replaced:
+        olds = ", ".join(str(old) for old, _ in report.replaced)
+        console.print(f"to be replaced (the later ones to stay later): {olds}", markup=False)
+    if report.deleted:
+        ids = ", ".join(map(str, report.deleted))
+        console.print(f"to be deleted, never published or replaced already: {ids}", markup=False)
+    for path in report.unlisted:
+        console.print(printable(f"to be deleted, of no checkpoint: {path}"), markup=False)
 
 
 class _Names:
@@ -245,11 +337,11 @@ def _usage() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress(quiet: bool) -> Iterator[Callable[[int, int], None]]:
+def _progress(quiet: bool, what: str = "key groups") -> Iterator[Callable[[int, int], None]]:
     console = Console(stderr=True)
-    columns = (TextColumn("key groups"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(
         *columns, console=console, transient=True, disable=quiet or not console.is_terminal
     ) as progress:
-        task = progress.add_task("key groups", total=None)
+        task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -336,6 +336,8 @@ class CheckpointManifest(_Record):
         drained: Taken when a stream ended, so that its epoch may have been closed before the source
             had delivered all of it: a replay from the boundary could miss something. (Stored only
             when true.)
+        replaces: Ids of the checkpoints that this one took the place of, which are gone: the same
+            cut, without what was to be forgotten. (Stored only when there are any.)
     """
 
     version: Literal[2] = FORMAT_VERSION
@@ -357,8 +359,9 @@ class CheckpointManifest(_Record):
     run: RunIdentity | None = None
     pipeline: PipelineIdentity | None = None
     drained: bool = False
+    replaces: tuple[Id, ...] = ()
 
-    _omitted: ClassVar[Mapping[str, object]] = {"drained": False}
+    _omitted: ClassVar[Mapping[str, object]] = {"drained": False, "replaces": []}
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -165,6 +165,12 @@ def _tagged(store: CheckpointStore, name: str) -> int:
 def _by_id(store: CheckpointStore, checkpoint_id: int) -> CheckpointManifest:
     manifest = store.load_by_id(checkpoint_id)
     if manifest is None:
+        if (successor := store.successor(checkpoint_id)) is not None:
+            raise CheckpointNotFoundError(
+                f"checkpoint {checkpoint_id} of {store.url} was replaced by {successor}, of the "
+                "same cut, when keys were removed from it by `beam-ckpt forget`. What to do: "
+                f"restore {successor}."
+            )
         known = ", ".join(str(i) for i in store.list_ids()[-10:]) or "none"
         raise CheckpointNotFoundError(
             f"{store.url} has no checkpoint {checkpoint_id} (the last ones: {known}). "

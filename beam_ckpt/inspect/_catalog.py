@@ -347,6 +347,11 @@ def find_checkpoint(store: AnyStore, at: At = "latest") -> CheckpointManifest:
     if at != "latest":
         found = opened.load_by_id(at)
         if found is None:
+            if (successor := opened.successor(at)) is not None:
+                raise CheckpointNotFoundError(
+                    f"checkpoint {at} of {opened.url} was replaced by {successor}, of the same "
+                    "cut, when keys were removed from it by `beam-ckpt forget`"
+                )
             ids = opened.list_ids()
             there = f"it has {ids[0]} to {ids[-1]}" if ids else "it has none"
             raise CheckpointNotFoundError(f"no checkpoint {at} in {opened.url}; {there}")

@@ -28,6 +28,7 @@ __all__ = [
     "HISTORY",
     "TIMERS",
     "history",
+    "is_key",
     "one_table",
     "read_group",
     "state",
@@ -297,7 +298,7 @@ def _by_key_group(
     for partition in partitions:
         rows = read_group(store, partition, key=encoded, columns=columns)
         if key is not None and encoded is None:
-            rows = rows.filter(_is(rows["key"], key))
+            rows = rows.filter(is_key(rows["key"], key))
         if columns is not None:
             rows = rows.select([name for name in columns if name in rows.column_names])
         yield readable_rows(rows, manifest, uid, untyped)
@@ -339,8 +340,12 @@ def _encoded(manifest: CheckpointManifest, uid: str, key: object) -> bytes | Non
     return None if spec is None else encode_key(spec.key_coder, key)
 
 
-def _is(keys: pa.ChunkedArray, wanted: object) -> pa.ChunkedArray:
-    """Which rows have a key that could not be encoded here."""
+def is_key(keys: pa.ChunkedArray, wanted: object) -> pa.ChunkedArray:
+    """Tells which rows have a key that could not be encoded here.
+
+    Raises:
+        ValueError: Its type is not that of the keys.
+    """
     if pa.types.is_nested(keys.type):
         same = [_alike(scalar.as_py(), wanted) for scalar in keys]
         return pa.chunked_array([pa.array(same, pa.bool_())])

@@ -271,6 +271,24 @@ class CheckpointStore(ABC):
         """Returns an id above every one that was ever given out."""
         return max(self.list_ids(), default=0) + 1
 
+    def successor(self, id: int) -> int | None:
+        """Returns the checkpoint that took the place of one; `None` where there is none.
+
+        Such as after a `beam_ckpt.maintenance.forget`. Reads manifests, the newest first.
+        """
+        for other in reversed(self.list_ids()):
+            try:
+                manifest = self.load_by_id(other)
+            except InvalidCheckpointError:
+                continue
+            if (
+                manifest is not None
+                and id in manifest.replaces
+                and manifest.durable_phase == "finalized"
+            ):
+                return other
+        return None
+
     def ensure_manifest_participant(self, manifest: CheckpointManifest) -> None:
         """Raises `InvalidCheckpointError` when the manifest is another participant's."""
         if manifest.participant_id != self.participant_id:

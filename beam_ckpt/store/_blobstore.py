@@ -95,6 +95,7 @@ from beam_ckpt.retention import (
     plan_before,
     plan_policy,
 )
+from beam_ckpt.retention import plan as plan_these
 from beam_ckpt.store._base import (
     DEFAULT_MAX_STATE_DATA_BYTES,
     CheckpointStore,
@@ -1102,6 +1103,25 @@ class BlobCheckpointStore(CheckpointStore):
             plan = decide(self._retention_facts(found, files=True), protected)
         return plan, found
 
+    def delete_checkpoints(self, ids: AbstractSet[int]) -> PruneReport:
+        """Deletes these checkpoints, and the files that no other one lists.
+
+        As a prune does it: what is tagged by then, or what the newest run restored from, stays. So
+        does the pointer's target.
+
+        Args:
+            ids: Finalized or not; those that are gone already do not matter.
+        """
+        pointer, _ = self._read_pointer()
+        keep = set() if pointer is None else {pointer.id}
+        plan = plan_these(self._retention_facts(self._inventory(), files=True), ids - keep)
+        plan = self._carry_out(plan, [])
+        return PruneReport(
+            deleted=tuple(f.id for f in plan.doomed),
+            kept=tuple(f.id for f in plan.kept),
+            sidecars=plan.sidecars,
+        )
+
     def _stray_markers(self, plan: PrunePlan, found: _Inventory) -> builtins.list[str]:
         # Below a younger recovery point a marker is evidence of nothing any more.
         newest = _newest(plan)
@@ -1186,6 +1206,33 @@ class BlobCheckpointStore(CheckpointStore):
         if found is None:
             raise CheckpointNotFoundError(f"{self.url} has no tag {name!r}: see `beam-ckpt ls`")
         self._delete([key])
+
+    def move_tag(self, name: str, id: int) -> None:
+        """Makes a tag name another checkpoint, in one step.
+
+        Raises:
+            CheckpointConflictError: Others are changing it.
+            CheckpointNotFoundError: There is no such tag, or no such finalized checkpoint.
+        """
+        manifest = self.load_by_id(id)
+        if manifest is None or manifest.durable_phase != "finalized":
+            raise CheckpointNotFoundError(
+                f"checkpoint {id} is not a finalized checkpoint of {self.url}: see `beam-ckpt ls`"
+            )
+        key = self._paths.tag(name)
+        found = self._get(key, MAX_RECORD_BYTES)
+        if found is None:
+            raise CheckpointNotFoundError(f"{self.url} has no tag {name!r}: see `beam-ckpt ls`")
+        record = Tag(name=name, id=id, checkpoint_id=manifest.checkpoint_id)
+        if found[0] == record.to_json():
+            return
+        try:
+            with self._io("writing", key):
+                self._blobs.replace(key, record.to_json(), found[1].version)
+        except BlobConflict:
+            raise CheckpointConflictError(
+                f"tag {name!r} of {self.url} was changed meanwhile: run this again"
+            ) from None
 
     def tags(self) -> Mapping[str, int]:
         """See `CheckpointStore.tags`."""

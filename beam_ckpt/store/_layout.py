@@ -107,6 +107,10 @@ class Layout:
         prune = f"{self.prunes}{new_checkpoint_id()}"
         return [f"{prune}-{_checked(r[0]):012d}-{_checked(r[-1]):012d}" for r in ranges]
 
+    def operator(self, uid: str) -> str:
+        """Prefix of the sidecars of an operator."""
+        return f"{self.state}{_segment(uid)}/"
+
     def object(self, relative: str) -> str:
         """The key of a sidecar, from its path in a manifest."""
         return self.base + relative
