@@ -64,6 +64,7 @@ from beam_ckpt.transforms.runners import (
     DeclareWindowing,
     NothingFn,
     check_lateness,
+    fires_each_timer_once,
     prepare,
     takes_over_a_running_job,
 )
@@ -532,6 +533,7 @@ class _Operator(beam.PTransform[Any, Any]):
             on_missing=job._on_missing,
             aligned=job._aligned,
             marks_drained=job._marks_drained and not pcoll.is_bounded,
+            fires_once=fires_each_timer_once(pcoll.pipeline),
         )
         wrapper = StatefulWrapper(self._fn, config, self._args, self._kwargs)
         _check_pickles(wrapper, self._fn)

@@ -7,7 +7,7 @@ handed to Beam through its ``_inspect_<method>`` hook.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import apache_beam as beam
@@ -32,12 +32,15 @@ class ClockedDoFn(beam.DoFn):
         process: Iterable[tuple[str, Any]] = (),
         on_clock: Iterable[tuple[str, Any]] = (),
         wall_clock: str | None = None,
+        clock_only: Collection[str] = (),
     ) -> None:
         """Declares cells and clock.
 
         Args:
             clock: Name of the timer family, unique in a pipeline.
             cells: State cells by parameter name.
+            clock_only: Those of them that ``process`` does not get: each cell that it gets costs
+                the SDK a look-up per element.
             process: More parameters of ``process`` that Beam gives, before the cells.
             on_clock: Those of ``_on_clock`` (and of ``_on_wall_clock``, which gets the dynamic tag
                 as ``tag`` besides).
@@ -54,7 +57,8 @@ class ClockedDoFn(beam.DoFn):
             wall_family = userstate.TimerSpec(wall_clock, TimeDomain.REAL_TIME)
             userstate.on_timer(wall_family)(type(self)._on_wall_clock)  # type: ignore[attr-defined]
             own.append(("wall_clock", beam.DoFn.TimerParam(wall_family)))
-        self._process_parameters = _split([*process, *own], before=["element"])
+        given = [(name, value) for name, value in own if name not in clock_only]
+        self._process_parameters = _split([*process, *given], before=["element"])
         self._clock_parameters = _split([*on_clock, *own])
         self._wall_clock_parameters: tuple[list[str], list[Any]] = ([], [])
         if wall_clock is not None:

@@ -28,6 +28,7 @@ __all__ = [
     "DeclareWindowing",
     "NothingFn",
     "check_lateness",
+    "fires_each_timer_once",
     "prepare",
     "takes_over_a_running_job",
 ]
@@ -82,6 +83,17 @@ def takes_over_a_running_job(pipeline: beam.Pipeline) -> bool:
     records would meet keys that have gone on since.
     """
     return bool(pipeline.options.view_as(GoogleCloudOptions).update)
+
+
+def fires_each_timer_once(pipeline: beam.Pipeline) -> bool:
+    """Tells whether the runner is known to fire a timer at most once for each time it was set.
+
+    FnApiRunner takes the timers that a bundle set, puts each into one later bundle, and retries
+    none. (One that was set anew or cleared by a later bundle still fires there.)
+    """
+    from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner
+
+    return isinstance(pipeline.runner, FnApiRunner)
 
 
 def prepare(pipeline: beam.Pipeline) -> None:

@@ -42,7 +42,12 @@ from beam_ckpt.testing.streams import Advance, Arrive, Element, StreamPlan
 from beam_ckpt.transforms.elements import Restored
 from beam_ckpt.transforms.keyed_state.clock import BEFORE_ALL, DRAINED, MS, Epochs
 from beam_ckpt.transforms.keyed_state.key import BufferCoder
-from beam_ckpt.transforms.keyed_state.operator import SNAPSHOTS, KeyedOperator, OperatorConfig
+from beam_ckpt.transforms.keyed_state.operator import (
+    SNAPSHOTS,
+    KeyedOperator,
+    OperatorConfig,
+    needs_buffer,
+)
 from beam_ckpt.transforms.signature import Signature, read_signature
 from beam_ckpt.transforms.snapshot import SnapshotRecord
 from beam_ckpt.transforms.windows import is_over, left_over
@@ -255,30 +260,29 @@ class _Runner:
         main = fn.get_type_hints().simple_output_type("main")
         self._value_coder = VarIntCoder()
         self._epochs = Epochs(every, until)
-        self._operator = KeyedOperator(
-            fn,
-            self._signature,
-            OperatorConfig(
-                uid="faked",
-                key_coder=StrUtf8Coder(),
-                value_coder=self._value_coder,
-                window_coder=window_fn.get_window_coder(),
-                output_coders=(
-                    (None, coder_of(main)),
-                    *((tag, FastPrimitivesCoder()) for tag in tags),
-                ),
-                epochs=self._epochs,
-                boundary=None if restored is None else restored.boundary,
-                restoring=restored is not None,
-                rewrite=rewrite,
-                key_groups=7,
-                time_sorted=time_sorted,
-                bounded=not streaming,
-                windows=window_fn != GlobalWindows(),
-                lateness=lateness,
-                aligned=aligned,
+        config = OperatorConfig(
+            uid="faked",
+            key_coder=StrUtf8Coder(),
+            value_coder=self._value_coder,
+            window_coder=window_fn.get_window_coder(),
+            output_coders=(
+                (None, coder_of(main)),
+                *((tag, FastPrimitivesCoder()) for tag in tags),
             ),
+            epochs=self._epochs,
+            boundary=None if restored is None else restored.boundary,
+            restoring=restored is not None,
+            rewrite=rewrite,
+            key_groups=7,
+            time_sorted=time_sorted,
+            bounded=not streaming,
+            windows=window_fn != GlobalWindows(),
+            lateness=lateness,
+            aligned=aligned,
+            fires_once=self._calm,
         )
+        self._operator = KeyedOperator(fn, self._signature, config)
+        self._buffers = needs_buffer(self._signature, config)
         self._slots: dict[Slot, _Cells] = {}
         self._watermark = BEFORE_ALL
         # The watermark downstream: held by every clock that is set.
@@ -424,21 +428,19 @@ class _Runner:
             cells = self._slots[event.slot]
             if isinstance(event, _Again) and not cells.control.encoded:
                 continue  # nothing is kept of a key that is done, so it cannot know
-            handles = (*cells.growing, cells.clock)
+            handles = (cells.control, *cells.growing, cells.buffer, cells.clock)
             outputs: Iterable[Any]
             if isinstance(event, _Live):
                 element, at = (key, event.value), event.timestamp
                 windowed = WindowedValue(element, Timestamp(micros=at), (window,))
-                outputs = self._operator.process(
-                    element, windowed, cells.control, cells.buffer, handles
-                )
+                if not self._buffers:
+                    handles = (cells.control, *cells.growing, cells.clock)
+                outputs = self._operator.process(element, windowed, handles)
             else:
                 at = event.at
                 # Whatever it is set to by now is lost, unless it is set again.
                 cells.clock.set_for.pop(event.tag, None)
-                outputs = self._operator.on_clock(
-                    key, at, window, cells.control, cells.buffer, handles
-                )
+                outputs = self._operator.on_clock(key, at, window, handles)
             for output in outputs:
                 if isinstance(output, TaggedOutput) and output.tag == SNAPSHOTS:
                     _, (boundary, record) = output.value.value

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import apache_beam as beam
 import pytest
-from apache_beam.coders import StrUtf8Coder, VarIntCoder
+from apache_beam.coders import BytesCoder, FloatCoder, StrUtf8Coder, TupleCoder, VarIntCoder
 from apache_beam.coders.coders import GlobalWindowCoder
+from apache_beam.transforms.userstate import ReadModifyWriteStateSpec
 from apache_beam.transforms.window import GlobalWindow
 from apache_beam.utils.timestamp import Timestamp
 from apache_beam.utils.windowed_value import WindowedValue
@@ -14,8 +16,13 @@ from apache_beam.utils.windowed_value import WindowedValue
 from beam_ckpt import errors
 from beam_ckpt.testing.subjects import CountAndSumFn
 from beam_ckpt.transforms.elements import Restored
-from beam_ckpt.transforms.keyed_state.clock import DRAINED, GATE, Epochs
-from beam_ckpt.transforms.keyed_state.operator import DRAIN, KeyedOperator, OperatorConfig
+from beam_ckpt.transforms.keyed_state.clock import BEFORE_ALL, DRAINED, GATE, Epochs
+from beam_ckpt.transforms.keyed_state.operator import (
+    DRAIN,
+    KeyedOperator,
+    OperatorConfig,
+    needs_buffer,
+)
 from beam_ckpt.transforms.signature import read_signature
 from beam_ckpt.transforms.snapshot import SnapshotRecord
 
@@ -69,6 +76,7 @@ class Key:
             bounded=False,
         )
         config = dataclasses.replace(config, **changes)
+        self.config = config
         self.operator = KeyedOperator(CountAndSumFn(), signature, config)
         self.control, self.buffer, self.clock = Bag(), Bag(), Clock()
         self.cells = signature.cells
@@ -82,15 +90,14 @@ class Key:
 
     def element(self, value, seconds=0):
         windowed = WindowedValue(("k", value), Timestamp(seconds), (GlobalWindow(),))
-        handles = (*self.growing, self.clock)
-        return lambda: self.operator.process(
-            ("k", value), windowed, self.control, self.buffer, handles
-        )
+        buffers = needs_buffer(read_signature(CountAndSumFn()), self.config)
+        return lambda: self.operator.process(("k", value), windowed, self.runners(buffers))
 
     def fire(self, micros):
-        return lambda: self.operator.on_clock(
-            "k", micros, GlobalWindow(), self.control, self.buffer, (*self.growing, self.clock)
-        )
+        return lambda: self.operator.on_clock("k", micros, GlobalWindow(), self.runners())
+
+    def runners(self, buffers=True):
+        return self.control, *self.growing, *[self.buffer] * buffers, self.clock
 
     def record(self):
         values = tuple(
@@ -172,3 +179,62 @@ def test_an_epoch_that_the_end_of_the_stream_closed_is_told(ended):
     assert len([output for step in steps for output in step()]) == 1
     told = [output.value.value for output in key.operator.drained()]
     assert told == [(DRAIN, (EPOCH, b""))] * ended
+
+
+AT_THE_END = {"restoring": False, "bounded": True, "fires_once": True}
+
+
+def test_a_key_whose_last_clock_has_fired_is_left_as_it_is():
+    """Clearing it costs a measurement of the SDK's cache, and nobody looks at it again."""
+    key = Key(**AT_THE_END)
+    key.bundle(key.element(5))
+    assert key.clock.set_for == {"": DRAINED}
+    before = list(key.control.values)
+    assert len(key.bundle(key.fire(DRAINED))) == 1
+    assert key.control.values == before
+
+
+def test_a_key_is_cleared_where_a_runner_may_fire_again():
+    key = Key(**(AT_THE_END | {"fires_once": False}))
+    key.bundle(key.element(5))
+    assert len(key.bundle(key.fire(DRAINED))) == 1
+    assert key.bundle(key.fire(DRAINED)) == []
+    assert key.control.values == []
+
+
+@pytest.mark.parametrize(
+    "bundles",
+    [["element", "element"], ["element", "stale"]],
+    ids=["the clock was set twice", "the clock was set again after a stale fire"],
+)
+def test_a_key_whose_clock_may_fire_again_finds_nothing_to_do_then(bundles):
+    key = Key(**AT_THE_END)
+    for kind in bundles:
+        key.bundle(key.element(5) if kind == "element" else key.fire(BEFORE_ALL))
+    assert len(key.bundle(key.fire(DRAINED))) == 1
+    assert key.bundle(key.fire(DRAINED)) == []
+    assert key.control.values == []
+
+
+@pytest.mark.parametrize(
+    ("coder", "changes", "expected"),
+    [
+        (VarIntCoder(), {}, False),
+        (TupleCoder((VarIntCoder(), FloatCoder())), {}, False),
+        (StrUtf8Coder(), {}, True),
+        (TupleCoder((VarIntCoder(), BytesCoder())), {}, True),
+        (VarIntCoder(), {"epochs": Epochs(EPOCH, None)}, True),
+        (VarIntCoder(), {"epochs": Epochs(EPOCH, None), "aligned": False}, False),
+        (VarIntCoder(), {"time_sorted": True}, True),
+        (VarIntCoder(), {"restoring": True}, True),
+    ],
+)
+def test_there_is_a_buffer_where_something_may_have_to_be_kept_in_it(coder, changes, expected):
+    class Fn(beam.DoFn):
+        CELL = ReadModifyWriteStateSpec("cell", coder)
+
+        def process(self, element, cell=beam.DoFn.StateParam(CELL)):
+            yield cell.read()
+
+    config = dataclasses.replace(Key(**AT_THE_END).config, **changes)
+    assert needs_buffer(read_signature(Fn()), config) is expected

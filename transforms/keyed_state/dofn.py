@@ -18,7 +18,7 @@ from apache_beam.transforms import userstate
 
 from beam_ckpt.transforms.clocked import ClockedDoFn
 from beam_ckpt.transforms.keyed_state.key import BufferCoder
-from beam_ckpt.transforms.keyed_state.operator import KeyedOperator, OperatorConfig
+from beam_ckpt.transforms.keyed_state.operator import KeyedOperator, OperatorConfig, needs_buffer
 from beam_ckpt.transforms.signature import Signature, read_signature
 
 __all__ = ["StatefulWrapper"]
@@ -67,30 +67,17 @@ class StatefulWrapper(ClockedDoFn):
         self._fn.teardown()
         self._operator.teardown()
 
-    def process(
-        self, element: Any, windowed: Any, control: Any, buffer: Any, *cells_and_clocks: Any
-    ) -> Iterable[Any]:
-        return self._operator.process(element, windowed, control, buffer, cells_and_clocks)
+    def process(self, element: Any, windowed: Any, *runners: Any) -> Iterable[Any]:
+        return self._operator.process(element, windowed, runners)
 
-    def _on_clock(
-        self, key: Any, timestamp: Any, window: Any, control: Any, buffer: Any, **runners: Any
-    ) -> Iterable[Any]:
-        return self._operator.on_clock(
-            key, timestamp.micros, window, control, buffer, tuple(runners.values())
-        )
+    def _on_clock(self, key: Any, timestamp: Any, window: Any, **runners: Any) -> Iterable[Any]:
+        return self._operator.on_clock(key, timestamp.micros, window, tuple(runners.values()))
 
     def _on_wall_clock(
-        self,
-        tag: Any,
-        key: Any,
-        timestamp: Any,
-        window: Any,
-        control: Any,
-        buffer: Any,
-        **runners: Any,
+        self, tag: Any, key: Any, timestamp: Any, window: Any, **runners: Any
     ) -> Iterable[Any]:
         return self._operator.on_wall_clock(
-            tag, key, timestamp.micros, window, control, buffer, tuple(runners.values())
+            tag, key, timestamp.micros, window, tuple(runners.values())
         )
 
 
@@ -100,14 +87,14 @@ def _declare(dofn: StatefulWrapper, signature: Signature, config: OperatorConfig
     Every declared cell costs a lookup per element in the SDK, so there are as few as possible.
     """
     cells: dict[str, userstate.StateSpec] = {
-        "control": userstate.BagStateSpec("ckpt_control", coders.BytesCoder()),
-        "buffer": userstate.BagStateSpec("ckpt_buffer", BufferCoder(config.value_coder)),
+        "control": userstate.BagStateSpec("ckpt_control", coders.BytesCoder())
     }
     for i, cell in enumerate(signature.cells):
         if cell.kind == "ordered_list":  # BundleBasedDirectRunner has none, and no cache has them
             cells[f"cell{i}"] = userstate.BagStateSpec(cell.name, cell.coder)
         elif cell.kind in ("bag", "set"):
             cells[f"cell{i}"] = cell.spec
+    cells["buffer"] = userstate.BagStateSpec("ckpt_buffer", BufferCoder(config.value_coder))
     dofn.declare(
         f"ckpt_clock_{config.uid}",
         cells,
@@ -118,4 +105,5 @@ def _declare(dofn: StatefulWrapper, signature: Signature, config: OperatorConfig
             ("window", beam.DoFn.WindowParam),
         ],
         wall_clock=f"ckpt_wall_{config.uid}" if "processing" in signature.domains else None,
+        clock_only=() if needs_buffer(signature, config) else ("buffer",),
     )

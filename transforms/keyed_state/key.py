@@ -6,6 +6,7 @@ from typing import Any
 
 from apache_beam.coders import coders
 from apache_beam.coders.coder_impl import PaneInfoCoderImpl, StreamCoderImpl
+from apache_beam.coders.coders import BigEndianShortCoder, SinglePrecisionFloatCoder
 from apache_beam.utils.timestamp import Timestamp
 
 from beam_ckpt.transforms.keyed_state.cells import (
@@ -21,16 +22,38 @@ from beam_ckpt.transforms.keyed_state.clock import DRAINED, GATE, Epochs
 from beam_ckpt.transforms.keyed_state.control import SPILLED, Control
 from beam_ckpt.transforms.signature import AuthorCell, TimerDomain
 
-__all__ = ["HORIZON_TAG", "BufferCoder", "KeyState", "Overflow", "wall_timer_name"]
+__all__ = ["HORIZON_TAG", "BufferCoder", "KeyState", "Overflow", "is_small", "wall_timer_name"]
 
 #: A packed value above this many encoded bytes moves to the overflow, so that control stays small.
 SPILL_BYTES = 4096
 # A version of the control is its number, so that the newest is found in a bag, and its bytes.
 _NUMBER_BYTES = 8
+_FIRST = bytes(_NUMBER_BYTES)
 _VERSIONS = 8
 _NEVER = 2**63 - 1
 #: Dynamic tag of the second clock; the first has none.
 HORIZON_TAG = "horizon"
+
+
+# Coders whose values have a dozen bytes at most.
+_SMALL = frozenset(
+    {
+        coders.VarIntCoder,
+        coders.FloatCoder,
+        coders.BooleanCoder,
+        coders.TimestampCoder,
+        SinglePrecisionFloatCoder,
+        BigEndianShortCoder,
+    }
+)
+
+
+def is_small(coder: Any) -> bool:
+    """Whether no value of this coder can be larger than `SPILL_BYTES`."""
+    if type(coder) is coders.TupleCoder:
+        parts = coder.coders()
+        return len(parts) < SPILL_BYTES // 16 and all(type(part) in _SMALL for part in parts)
+    return type(coder) in _SMALL
 
 
 class Overflow:
@@ -113,6 +136,7 @@ class KeyState:
         "_buffer_taken",
         "_cell",
         "_clock",
+        "_fires",
         "_head",
         "_loaded",
         "_ordered_lists",
@@ -158,10 +182,16 @@ class KeyState:
         # The newest is the greatest: versions begin with their number.
         data = self._loaded = max(self._versions, default=None)
         packed = len(cells) - len(runner_cells)
+        #: When the clock may still fire, where that is known.
+        self._fires: set[int | None] | None = None
         if data is None:
             self.control = Control(floor, live, packed)
         else:
             self.control = Control.unpack(data[_NUMBER_BYTES:])
+            if data.startswith(_FIRST):
+                # It was written once, so that no clock was set but those that it tells of.
+                self._fires = {self.control.armed, self.control.horizon, None}
+                self._fires.remove(None)
         self.changed = self.closing = self.done = self._woken = False
         self.now, self.next_open = 0, _NEVER
         # The buffer, once read: [(millisecond, timestamp, value, pane)] from _head on.
@@ -274,19 +304,29 @@ class KeyState:
         self._sorted = False
 
     # ------------------------------------------------------------------ the end of the bundle
-    def flush(self, epochs: Epochs, two_clocks: bool, watches_end: bool = False) -> None:
+    def flush(
+        self,
+        epochs: Epochs,
+        two_clocks: bool,
+        watches_end: bool = False,
+        fires_once: bool = False,
+    ) -> None:
         """Writes this key back to the runner and sets its clock.
+
+        `fires_once`: the runner fires a clock once for each time that it was set.
+
 
         With `watches_end` the second clock is set at the end of time, for as long as an epoch is
         open: where the two fire together, the epoch was closed by the end of the stream.
         """
         self.settle()
         if self.done:
-            # A fire that comes again, or of the other clock, has to find that nothing is due.
-            if self._versions:
+            # A fire that comes again, or of the other clock, has to find that nothing is due. Where
+            # none can come nobody looks at the cell again, and clearing it costs a measurement.
+            if self._versions and not (fires_once and self._fires == set()):
                 self._cell.clear()
             return
-        control = self.control
+        control, woken = self.control, self._woken
         self._arm(epochs, two_clocks, watches_end)
         for ordered_list in self._ordered_lists:
             ordered_list.flush()
@@ -313,16 +353,17 @@ class KeyState:
             if self._versions:
                 self._cell.clear()
             return
-        self._write(control.pack())
+        self._write(control.pack(), woken)
 
-    def _write(self, packed: bytes) -> None:
+    def _write(self, packed: bytes, woken: bool) -> None:
         """Adds a version of the control to its bag, and now and then clears the older ones.
 
         Adding costs the SDK's state cache one measurement, overwriting costs it two.
         """
         number = 0
         if self._loaded is not None:
-            if self._loaded[_NUMBER_BYTES:] == packed:
+            # After a wake-up the clock was set anew, and versions count how often it was.
+            if self._loaded[_NUMBER_BYTES:] == packed and not woken:
                 return
             number = int.from_bytes(self._loaded[:_NUMBER_BYTES], "big") + 1
         if len(self._versions) >= _VERSIONS:
@@ -413,6 +454,8 @@ class KeyState:
         """Takes note that the watermark is at least `fired`: a wake-up, never an order."""
         control = self.control
         self._woken = True
+        if self._fires is not None:
+            self._fires.discard(fired)
         if fired > control.floor:
             control.floor = fired
         if fired >= GATE:

@@ -28,12 +28,12 @@ from beam_ckpt.transforms.elements import Restored
 from beam_ckpt.transforms.graph import NO_EVENT_TIME
 from beam_ckpt.transforms.keyed_state.clock import BEFORE_ALL, DRAINED, MS, NO_EXPIRY, Epochs
 from beam_ckpt.transforms.keyed_state.control import Control
-from beam_ckpt.transforms.keyed_state.key import KeyState
+from beam_ckpt.transforms.keyed_state.key import KeyState, is_small
 from beam_ckpt.transforms.metrics import counter
 from beam_ckpt.transforms.signature import Call, Signature, TimerDomain
 from beam_ckpt.transforms.snapshot import CarriedOutput, SavedTimer, SnapshotRecord
 
-__all__ = ["DRAIN", "SNAPSHOTS", "KeyedOperator", "OperatorConfig"]
+__all__ = ["DRAIN", "SNAPSHOTS", "KeyedOperator", "OperatorConfig", "needs_buffer"]
 
 #: Tag of the output that carries snapshot records: (key group, (boundary in µs, record bytes)).
 SNAPSHOTS = "beam_ckpt_snapshots"
@@ -59,6 +59,7 @@ class OperatorConfig:
         lateness: Allowed lateness of the input's windows, in microseconds.
         late: What becomes of elements below the boundary: ``"drop"`` or ``"reprocess"``.
         marks_drained: Whether the end of the input is the drain of a stream, to be told.
+        fires_once: Whether the runner fires a timer at most once for each time that it was set.
         on_missing: What becomes of saved timers whose family the DoFn has no more: ``"error"`` or
             ``"drop"``.
         aligned: Whether elements wait for their epoch. Otherwise they count in every checkpoint
@@ -87,6 +88,25 @@ class OperatorConfig:
     on_missing: Literal["error", "drop"] = "error"
     aligned: bool = True
     marks_drained: bool = False
+    fires_once: bool = False
+
+
+def _never_waits(config: OperatorConfig) -> bool:
+    """Whether an element is processed when it comes, but for one whose saved state is to come."""
+    return not config.time_sorted and (config.epochs.every is None or not config.aligned)
+
+
+def needs_buffer(signature: Signature, config: OperatorConfig) -> bool:
+    """Whether elements can have to wait, or values be too large for the control cell."""
+    return (
+        config.restoring
+        or not _never_waits(config)
+        or not all(
+            is_small(cell.coder)
+            for cell in signature.cells
+            if cell.kind in ("read_modify_write", "combining")
+        )
+    )
 
 
 class KeyedOperator:
@@ -113,7 +133,8 @@ class KeyedOperator:
         self._floor = self._boundary - (MS if config.time_sorted else 0)
         if config.boundary is None:
             self._floor = BEFORE_ALL
-        self._always_ready = not config.time_sorted and (epochs.every is None or not config.aligned)
+        self._always_ready = _never_waits(config)
+        self._buffers = needs_buffer(signature, config)
         self._drops_replayed = config.late == "drop"
         # Below it is what a cut in event time has applied, or cannot date at all.
         self._dated_from = self._boundary
@@ -178,7 +199,7 @@ class KeyedOperator:
                 watches_end = opened is not None and opened not in watched
                 if opened is not None:
                     watched.add(opened)
-            state.flush(epochs, two_clocks, watches_end)
+            state.flush(epochs, two_clocks, watches_end, self._config.fires_once)
         self._keys = {}
         if self._contexts:
             self._exit(self._bundle_contexts)
@@ -207,10 +228,12 @@ class KeyedOperator:
         contexts.clear()
 
     # ------------------------------------------------------------------ elements
-    def process(
-        self, element: Any, windowed: Any, control: Any, buffer: Any, runners: Sequence[Any]
-    ) -> Iterable[Any]:
-        """One element, live or restored; returns its outputs."""
+    def process(self, element: Any, windowed: Any, runners: Sequence[Any]) -> Iterable[Any]:
+        """One element, live or restored; returns its outputs.
+
+        `runners` is what the runner gives: control, bags and sets, the buffer if this operator has
+        one, the clock, and that of processing time if the DoFn has such timers.
+        """
         key, value = element
         slot = (key, windowed.windows[0]) if self._windows else key
         try:
@@ -222,7 +245,7 @@ class KeyedOperator:
                 "another hashable type."
             ) from error
         if state is None:
-            state = self._load(slot, key, windowed.windows[0], control, buffer, runners)
+            state = self._load(slot, key, windowed.windows[0], runners, self._buffers)
         memory = state.control
         timestamp: int = windowed.timestamp_micros
         if type(value) is Restored:
@@ -278,14 +301,13 @@ class KeyedOperator:
         return outputs  # type: ignore[no-any-return]
 
     def _load(
-        self, slot: Any, key: Any, window: Any, control: Any, buffer: Any, runners: Sequence[Any]
+        self, slot: Any, key: Any, window: Any, runners: Sequence[Any], buffers: bool = True
     ) -> KeyState:
         config = self._config
-        if self._has_wall_timers:
-            *cells, clock, wall_clock = runners
-        else:
-            *cells, clock = runners
-            wall_clock = None
+        control, *cells = runners
+        wall_clock = cells.pop() if self._has_wall_timers else None
+        clock = cells.pop()
+        buffer = cells.pop() if buffers else None
         expiry = NO_EXPIRY
         if config.windows:
             expiry = window.max_timestamp().micros + config.lateness
@@ -413,22 +435,18 @@ class KeyedOperator:
         return stamped if output.tag is None else TaggedOutput(output.tag, stamped)
 
     # ------------------------------------------------------------------ the clock
-    def _woken(
-        self, key: Any, window: Any, control: Any, buffer: Any, runners: Sequence[Any]
-    ) -> KeyState:
+    def _woken(self, key: Any, window: Any, runners: Sequence[Any]) -> KeyState:
         """The key that one of the runner's timers is for."""
         slot = (key, window) if self._windows else key
         state = self._keys.get(slot)
         if state is None:
-            state = self._load(slot, key, window, control, buffer, runners)
+            state = self._load(slot, key, window, runners)
         state.settle()
         return state
 
-    def on_clock(
-        self, key: Any, fired: int, window: Any, control: Any, buffer: Any, runners: Sequence[Any]
-    ) -> Iterator[Any]:
+    def on_clock(self, key: Any, fired: int, window: Any, runners: Sequence[Any]) -> Iterator[Any]:
         """The clock of a key was set for `fired` µs; yields the outputs of what is due."""
-        state = self._woken(key, window, control, buffer, runners)
+        state = self._woken(key, window, runners)
         reached = state.control.floor
         if fired >= DRAINED:
             self._ended = True
@@ -441,15 +459,13 @@ class KeyedOperator:
         key: Any,
         fired: int,
         window: Any,
-        control: Any,
-        buffer: Any,
         runners: Sequence[Any],
     ) -> Iterator[Any]:
         """The runner's processing-time timer `name` is due; yields the callback's outputs.
 
         In event time it comes when it comes: it belongs to the epoch that is open then.
         """
-        state = self._woken(key, window, control, buffer, runners)
+        state = self._woken(key, window, runners)
         memory = state.control
         family_text, _, tag = name.partition(":")
         family = int(family_text)
