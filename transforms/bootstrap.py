@@ -48,6 +48,7 @@ from beam_ckpt.transforms.checkpoints import (
     event_time,
     input_coders,
 )
+from beam_ckpt.transforms.chunks import CHUNK_BYTES, cut
 from beam_ckpt.transforms.columns import CellState, OperatorState
 from beam_ckpt.transforms.committer import START, CheckpointResult, CommitFn
 from beam_ckpt.transforms.keyed_state.clock import DRAINED
@@ -327,9 +328,10 @@ class _EncodeFn(beam.DoFn):
             carried=(),
         )
         routed = operator.uid, key_group(encoded_key, self._key_groups)
-        yield WindowedValue(
-            (routed, (DRAINED, record.to_bytes())), timestamp, (GlobalWindow(),), PANE_INFO_UNKNOWN
-        )
+        for data in cut(record.to_bytes(), CHUNK_BYTES):
+            yield WindowedValue(
+                (routed, (DRAINED, data)), timestamp, (GlobalWindow(),), PANE_INFO_UNKNOWN
+            )
 
 
 def _encoder(cell: CellState) -> Callable[[Any], bytes | tuple[bytes, ...] | None]:

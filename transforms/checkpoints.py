@@ -43,6 +43,7 @@ from beam_ckpt.keygroups import check_key_group_count
 from beam_ckpt.manifest import CheckpointManifest
 from beam_ckpt.retention import RetentionPolicy
 from beam_ckpt.store import CheckpointStore, open_store
+from beam_ckpt.transforms._limits import DEFAULT_LIMITS
 from beam_ckpt.transforms.columns import CellState, OperatorState
 from beam_ckpt.transforms.committer import START, CheckpointResult, CommitFn
 from beam_ckpt.transforms.elements import LiveOrRestored
@@ -126,6 +127,9 @@ class Checkpoints:
         PipelineRefusedError: A setting cannot be right.
         CheckpointError: The store cannot be used, or restored from; see `plan_restore`.
     """
+
+    #: No result depends on them: tests let them be tiny.
+    _limits = DEFAULT_LIMITS
 
     def __init__(
         self,
@@ -396,6 +400,7 @@ class Checkpoints:
             None if base is None or self._rewrites else base.id,
             self._max_files,
             name,
+            self._limits,
         )
         commit = CommitFn(
             self._store,
@@ -534,6 +539,7 @@ class _Operator(beam.PTransform[Any, Any]):
             aligned=job._aligned,
             marks_drained=job._marks_drained and not pcoll.is_bounded,
             fires_once=fires_each_timer_once(pcoll.pipeline),
+            chunk_bytes=job._limits.chunk_bytes,
         )
         wrapper = StatefulWrapper(self._fn, config, self._args, self._kwargs)
         _check_pickles(wrapper, self._fn)
@@ -573,7 +579,12 @@ class _Operator(beam.PTransform[Any, Any]):
         union = typehints.Tuple[key_type, LiveOrRestored[value_type]]
         live = pcoll | "Live" >> beam.Map(_same).with_output_types(union)
         saved = pcoll.pipeline | "Restore" >> ReadSaved(
-            job._store, job.restored if restoring else None, operator, pcoll.windowing, union
+            job._store,
+            job.restored if restoring else None,
+            operator,
+            pcoll.windowing,
+            union,
+            job._limits,
         )
         return (live, saved) | "WithRestored" >> beam.Flatten()
 

@@ -22,7 +22,10 @@ _LIVE, _RESTORED = 0, 1
 
 
 class Restored:
-    """A key's saved record on its way back to the key; `record` is `SnapshotRecord.to_bytes()`."""
+    """A key's saved record on its way back to the key.
+
+    `record` is `SnapshotRecord.to_bytes()`, or a chunk of it (`~beam_ckpt.transforms.chunks`).
+    """
 
     __slots__ = ("record",)
 

@@ -28,6 +28,8 @@ from beam_ckpt.manifest import CheckpointManifest, OperatorSpec
 from beam_ckpt.recovery import RecoveryReport
 from beam_ckpt.sidecar import read_chain
 from beam_ckpt.store import CheckpointStore
+from beam_ckpt.transforms._limits import DEFAULT_LIMITS, Limits
+from beam_ckpt.transforms.chunks import cut
 from beam_ckpt.transforms.columns import OperatorState
 from beam_ckpt.transforms.elements import Restored
 from beam_ckpt.transforms.runners import DeclareWindowing
@@ -270,6 +272,7 @@ class ReadSaved(beam.PTransform[Any, Any]):
         operator: As it is now.
         windowing: Of the operator's live input.
         output_type: The type hint of the operator's input.
+        limits: Of what is in memory, and in one element, at a time.
     """
 
     def __init__(
@@ -279,10 +282,12 @@ class ReadSaved(beam.PTransform[Any, Any]):
         operator: OperatorState,
         windowing: Any,
         output_type: Any,
+        limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         super().__init__()
         self._store, self._manifest, self._operator = store, manifest, operator
         self._windowing, self._output_type = windowing, output_type
+        self._limits = limits
 
     def expand(self, pbegin: Any) -> Any:
         groups: list[tuple[int, int]] = []
@@ -290,7 +295,7 @@ class ReadSaved(beam.PTransform[Any, Any]):
             saved = self._manifest.operators[self._operator.uid]
             groups = [(self._manifest.id, partition.partition_id) for partition in saved.partitions]
         lateness = Duration.of(self._windowing.allowed_lateness).micros
-        read = ReadGroupFn(self._store, self._operator, lateness)
+        read = ReadGroupFn(self._store, self._operator, lateness, self._limits)
         return (
             pbegin
             | beam.Impulse()
@@ -309,10 +314,20 @@ class _GroupsFn(beam.DoFn):
 
 
 class ReadGroupFn(beam.DoFn):
-    """(checkpoint, key group) to the group's live records, newest per key and window."""
+    """(checkpoint, key group) to the group's live records, newest per key and window.
 
-    def __init__(self, store: CheckpointStore, operator: OperatorState, lateness: int) -> None:
+    Large ones come in chunks.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        operator: OperatorState,
+        lateness: int,
+        limits: Limits = DEFAULT_LIMITS,
+    ) -> None:
         self._store, self._operator, self._lateness = store, operator, lateness
+        self._limits = limits
         self._manifest: CheckpointManifest | None = None
 
     def process(self, element: tuple[int, int]) -> Iterator[Any]:
@@ -338,9 +353,8 @@ class ReadGroupFn(beam.DoFn):
                 if left is None:
                     continue
                 record = left.to_bytes()
-            yield WindowedValue(
-                (decode_key(key), Restored(record)),
-                MIN_TIMESTAMP,
-                (decoded,),
-                PANE_INFO_UNKNOWN,
-            )
+            decoded_key = decode_key(key)
+            for data in cut(record, self._limits.chunk_bytes):
+                yield WindowedValue(
+                    (decoded_key, Restored(data)), MIN_TIMESTAMP, (decoded,), PANE_INFO_UNKNOWN
+                )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import apache_beam as beam
@@ -23,6 +23,8 @@ from beam_ckpt.lineage import NewSidecar, files_to_keep
 from beam_ckpt.manifest import CheckpointManifest, SidecarEntry
 from beam_ckpt.sidecar import encode_sidecar, read_chain
 from beam_ckpt.store import CheckpointStore
+from beam_ckpt.transforms._limits import DEFAULT_LIMITS, Limits
+from beam_ckpt.transforms.chunks import Chunks, is_chunk
 from beam_ckpt.transforms.clocked import ClockedDoFn
 from beam_ckpt.transforms.columns import OperatorState
 from beam_ckpt.transforms.keyed_state.clock import DRAINED, MS
@@ -62,6 +64,7 @@ class WriteSidecarsFn(ClockedDoFn):
         base_id: Of the checkpoint whose files the new ones are added to, or `None`.
         max_files: How many sidecars a key group has at most; 1: each is a full one.
         name: Makes the timer family unique in the pipeline.
+        limits: Of what is in memory at a time.
     """
 
     _RECORDS = userstate.BagStateSpec(
@@ -78,8 +81,10 @@ class WriteSidecarsFn(ClockedDoFn):
         base_id: int | None,
         max_files: int,
         name: str,
+        limits: Limits = DEFAULT_LIMITS,
     ) -> None:
-        self._arguments = (store, run_id, tuple(operators), base_id, max_files, name)
+        self._arguments = (store, run_id, tuple(operators), base_id, max_files, name, limits)
+        self._limits = limits
         self._store, self._run_id, self._max_files = store, run_id, max_files
         self._operators = {operator.uid: operator for operator in operators}
         self._base_id = base_id
@@ -147,28 +152,22 @@ class WriteSidecarsFn(ClockedDoFn):
             # A stale fire. Some runners drop the clock with it, so set it again.
             clock.set(Timestamp(micros=state.due + MS))
             return
-        waiting: dict[int, list[bytes]] = {}
-        for boundary, record in records.read():
-            waiting.setdefault(boundary, []).append(record)
+        due, waiting = _sort(records.read(), reached)
         records.clear()
         uid, key_group = key
-        for boundary in sorted(waiting):
-            if boundary <= reached:
-                records_of = waiting.pop(boundary)
-                # What comes late stands on what was written before it, so it is published with
-                # that, not before it.
-                boundary = max(boundary, state.newest)
-                if key_group == DRAIN:
-                    news = DRAINING
-                else:
-                    news = encode_new_sidecar(
-                        self._write(uid, key_group, boundary, records_of, state)
-                    )
-                yield TimestampedValue((0, (boundary, news)), Timestamp(micros=boundary + MS))
-        for boundary, left in waiting.items():
-            for record in left:
-                records.add((boundary, record))
-        state.due = min(waiting, default=None)
+        for boundary in sorted(due):
+            # What comes late stands on what was written before it, so it is published with that,
+            # not before it.
+            at = max(boundary, state.newest)
+            if key_group == DRAIN:
+                news = DRAINING
+            else:
+                news = encode_new_sidecar(self._write(uid, key_group, at, due[boundary], state))
+            yield TimestampedValue((0, (at, news)), Timestamp(micros=at + MS))
+        for item in waiting:
+            records.add(item)
+        # Of chunks that came late the others are on their way, and wake the clock.
+        state.due = min((boundary for boundary, _ in waiting if boundary > reached), default=None)
         state.store(progress)
         if state.due is not None:
             clock.set(Timestamp(micros=state.due + MS))
@@ -226,6 +225,27 @@ class WriteSidecarsFn(ClockedDoFn):
             uid, key_group, at, entry.rows, entry.size_bytes, kind,
         )  # fmt: skip
         return NewSidecar(uid, key_group, state.sequence, entry, keeps, after)
+
+
+def _sort(
+    items: Iterable[tuple[int, bytes]], reached: int
+) -> tuple[dict[int, list[bytes]], list[tuple[int, bytes]]]:
+    """Returns the records of each boundary that is reached, and what has to wait."""
+    due: dict[int, list[bytes]] = {}
+    waiting: list[tuple[int, bytes]] = []
+    chunks: dict[int, Chunks] = {}
+    for boundary, data in items:
+        if boundary > reached:
+            waiting.append((boundary, data))
+            continue
+        record: bytes | None = data
+        if is_chunk(data):
+            record = chunks.setdefault(boundary, Chunks()).add(data)
+        if record is not None:
+            due.setdefault(boundary, []).append(record)
+    for boundary, parts in chunks.items():
+        waiting += ((boundary, chunk) for chunk in parts)
+    return due, waiting
 
 
 class _Progress:

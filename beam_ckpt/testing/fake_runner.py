@@ -10,7 +10,8 @@ bundles end where chance has it. What is allowed by Beam and happens on some run
 * timers due at one watermark in any order, at it or behind it, or only when more has come;
 * a fire that is stale (the clock has been set anew, or cleared, since), or comes twice, and one
   that takes the clock with it that was set in the meantime;
-* restored records after and between the first live elements, and twice while the key is kept.
+* restored records after and between the first live elements, and twice while the key is kept;
+  records in chunks, of which a bundle may bring some.
 
 The runner checks what Beam asks of an operator: no clock beyond the end of its window; and what the
 operators downstream rely on: no record of a cut, and no output of a program that looks forward
@@ -39,9 +40,10 @@ from apache_beam.utils.windowed_value import WindowedValue
 from beam_ckpt.testing.cuts import coder_of, keyed_cells
 from beam_ckpt.testing.event_loop import KeyedCells, Output, Windowing, outputs_of
 from beam_ckpt.testing.streams import Advance, Arrive, Element, StreamPlan
+from beam_ckpt.transforms.chunks import CHUNK_BYTES, Chunks, cut, is_chunk
 from beam_ckpt.transforms.elements import Restored
 from beam_ckpt.transforms.keyed_state.clock import BEFORE_ALL, DRAINED, MS, Epochs
-from beam_ckpt.transforms.keyed_state.key import BufferCoder
+from beam_ckpt.transforms.keyed_state.key import BufferCoder, Chunk
 from beam_ckpt.transforms.keyed_state.operator import (
     SNAPSHOTS,
     KeyedOperator,
@@ -66,10 +68,12 @@ class Chaos:
     Attributes:
         seed: Of all choices; 0 is a runner that does one thing after the other, each once.
         late_fires: Timers fire when the watermark is above their time, not yet when it is there.
+        chunk_bytes: Records of more bytes come and go in chunks.
     """
 
     seed: int = 0
     late_fires: bool = False
+    chunk_bytes: int = CHUNK_BYTES
 
 
 @dataclass(frozen=True)
@@ -280,6 +284,7 @@ class _Runner:
             lateness=lateness,
             aligned=aligned,
             fires_once=self._calm,
+            chunk_bytes=chaos.chunk_bytes,
         )
         self._operator = KeyedOperator(fn, self._signature, config)
         self._buffers = needs_buffer(self._signature, config)
@@ -324,6 +329,8 @@ class _Runner:
         self._operator.teardown()
         self._publish()
         for slot, cells in self._slots.items():
+            chunks = [item for item in cells.buffer.read() if isinstance(item, Chunk)]
+            assert not chunks, f"chunks of {slot} are left, and its record has come"
             if any(bag.encoded for bag in cells.bags):
                 self._run.left.append(slot)
         return self._run
@@ -337,7 +344,8 @@ class _Runner:
             if is_over(slot[1], boundary, self._lateness):
                 record = left_over(saved, boundary)
             if record is not None:
-                found.append(_Live(slot, BEFORE_ALL, Restored(record.to_bytes())))
+                for data in cut(record.to_bytes(), self._chaos.chunk_bytes):
+                    found.append(_Live(slot, BEFORE_ALL, Restored(data)))
         return found
 
     def _in_windows(self, element: Element) -> Iterable[_Live]:
@@ -423,10 +431,12 @@ class _Runner:
     def _attempt(self, events: Sequence[_Live | _Fire]) -> list[Output | tuple[int, Slot, Any]]:
         made: list[Output | tuple[int, Slot, Any]] = []
         self._operator.start_bundle()
+        chunks = Chunks()
         for event in events:
             key, window = event.slot
             cells = self._slots[event.slot]
-            if isinstance(event, _Again) and not cells.control.encoded:
+            known = cells.control.encoded or cells.buffer.encoded
+            if isinstance(event, _Again) and not known:
                 continue  # nothing is kept of a key that is done, so it cannot know
             handles = (cells.control, *cells.growing, cells.buffer, cells.clock)
             outputs: Iterable[Any]
@@ -444,9 +454,14 @@ class _Runner:
             for output in outputs:
                 if isinstance(output, TaggedOutput) and output.tag == SNAPSHOTS:
                     _, (boundary, record) = output.value.value
+                    if is_chunk(record):
+                        record = chunks.add(record)
+                    if record is None:
+                        continue
                     made.append((boundary, event.slot, record))
                 else:
                     made += outputs_of(output, at, window, self._windowing)
+        assert not len(chunks), "all chunks of a record come in one bundle"
         self._operator.flush()
         return made
 

@@ -34,6 +34,7 @@ from beam_ckpt.testing.fake_runner import Chaos, FakeCheckpoint, run_faked, stat
 from beam_ckpt.testing.generated import KINDS, TAGS, Program, dofn, programs, readable
 from beam_ckpt.testing.read_once import beam_reads_once
 from beam_ckpt.testing.streams import Arrive, Element, StreamPlan
+from beam_ckpt.transforms.chunks import CHUNK_BYTES
 from beam_ckpt.transforms.signature import Signature, read_signature
 
 if TYPE_CHECKING:
@@ -330,7 +331,8 @@ def histories(
     data_sets = strategies.data_sets(min_size=1, max_size=max_size)
     intervals = st.one_of(st.none(), strategies.intervals())
     groups = st.tuples(*[strategies.key_group_counts()] * 6)
-    chaos = st.builds(Chaos, st.integers(0, 1 << 16), choice)
+    chunk_bytes = st.sampled_from([CHUNK_BYTES, CHUNK_BYTES, 40, 7])
+    chaos = st.builds(Chaos, st.integers(0, 1 << 16), choice, chunk_bytes)
     windows, lags = st.sampled_from(WINDOWS), st.sampled_from(lateness)
     alignment = st.sampled_from([True, True, False])
 

@@ -9,6 +9,7 @@ import contextlib
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 from apache_beam.transforms.window import FixedWindows, Sessions, SlidingWindows, WindowFn
@@ -29,6 +30,8 @@ from beam_ckpt.testing.strategies import (
 )
 from beam_ckpt.testing.streams import StreamPlan
 from beam_ckpt.testing.subjects import MORE_CELLS, ORDER_FREE, ORDERED, TAGS, Subject
+from beam_ckpt.transforms import Checkpoints
+from beam_ckpt.transforms._limits import DEFAULT_LIMITS, Limits
 
 SUBJECTS = (*ORDER_FREE, *ORDERED, *MORE_CELLS)
 # The global window most of the time: the rest of the state is kept in it.
@@ -39,6 +42,7 @@ WINDOWS = (
     SlidingWindows(90, 45),
     Sessions(30),
 )
+TINY = Limits(chunk_bytes=20)
 FEW = settings(max_examples=40, derandomize=True)
 MANY = settings(max_examples=200, derandomize=True)
 # A pipeline takes the better part of a second on Prism, so its examples are few, not the least
@@ -86,6 +90,8 @@ class History:
     every: int | None
     window_fn: WindowFn | None
     lateness: int
+    limits: Limits = DEFAULT_LIMITS
+    max_files: int = 8
 
     @property
     def windowing(self):
@@ -114,7 +120,12 @@ def histories(
         every = 50_000_000  # Shorter ones make many wake-ups and show nothing more.
     window_fn = draw(st.sampled_from(WINDOWS))
     allowed = draw(st.sampled_from(lateness))
-    return History(subject, data, source, boundaries, groups, every, window_fn, allowed)
+    # What may be in memory or in one element at a time, and how soon files are merged.
+    limits = draw(st.sampled_from([DEFAULT_LIMITS, TINY, TINY]))
+    max_files = draw(st.sampled_from([1, 2, 8]))
+    return History(
+        subject, data, source, boundaries, groups, every, window_fn, allowed, limits, max_files
+    )
 
 
 def comparable(state):
@@ -133,17 +144,19 @@ def comparable(state):
 
 
 def run(history: History, runner: str, store, key_groups: int, **settings):
-    return run_checkpointed(
-        history.subject.fn,
-        history.source,
-        runner=runner,
-        store=store,
-        tags=TAGS,
-        time_sorted=history.subject.time_sorted,
-        key_groups=key_groups,
-        **history.windowing,
-        **settings,
-    )
+    with mock.patch.object(Checkpoints, "_limits", history.limits):
+        return run_checkpointed(
+            history.subject.fn,
+            history.source,
+            runner=runner,
+            store=store,
+            tags=TAGS,
+            time_sorted=history.subject.time_sorted,
+            key_groups=key_groups,
+            max_files_per_group=history.max_files,
+            **history.windowing,
+            **settings,
+        )
 
 
 @contextlib.contextmanager
@@ -293,6 +306,8 @@ def test_the_strategies_reach_what_they_are_for():
             seen.add("another number of key groups")
         if history.source.elements != sorted(history.source.elements):
             seen.add("disorder")
+        if history.limits is TINY and history.max_files == 1 and len(set(history.key_groups)) > 1:
+            seen.add("tiny limits, compaction at every epoch, another number of key groups")
         seen.add(history.subject.name)
         seen.add(type(history.window_fn).__name__)
 
@@ -301,6 +316,7 @@ def test_the_strategies_reach_what_they_are_for():
         "a cut within the data",
         "several keys",
         "another number of key groups",
+        "tiny limits, compaction at every epoch, another number of key groups",
         "disorder",
         "NoneType",
         "FixedWindows",

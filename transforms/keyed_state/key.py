@@ -9,6 +9,7 @@ from apache_beam.coders.coder_impl import PaneInfoCoderImpl, StreamCoderImpl
 from apache_beam.coders.coders import BigEndianShortCoder, SinglePrecisionFloatCoder
 from apache_beam.utils.timestamp import Timestamp
 
+from beam_ckpt.transforms.chunks import Chunks, chunk_name
 from beam_ckpt.transforms.keyed_state.cells import (
     BagCell,
     CombiningCell,
@@ -22,7 +23,15 @@ from beam_ckpt.transforms.keyed_state.clock import DRAINED, GATE, Epochs
 from beam_ckpt.transforms.keyed_state.control import SPILLED, Control
 from beam_ckpt.transforms.signature import AuthorCell, TimerDomain
 
-__all__ = ["HORIZON_TAG", "BufferCoder", "KeyState", "Overflow", "is_small", "wall_timer_name"]
+__all__ = [
+    "HORIZON_TAG",
+    "BufferCoder",
+    "Chunk",
+    "KeyState",
+    "Overflow",
+    "is_small",
+    "wall_timer_name",
+]
 
 #: A packed value above this many encoded bytes moves to the overflow, so that control stays small.
 SPILL_BYTES = 4096
@@ -65,8 +74,17 @@ class Overflow:
         self.index, self.data = index, data
 
 
+class Chunk:
+    """A part of the key's saved record, of which others are still to come."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+
 class _BufferCoderImpl(StreamCoderImpl):
-    """Tag byte, then (timestamp, value, pane or None) of a waiting element, or (index, bytes)."""
+    """Tag byte, then a waiting element (timestamp, value, pane or None), an overflow or a chunk."""
 
     def __init__(self, value: Any) -> None:
         self._value, self._pane = value, PaneInfoCoderImpl()
@@ -75,6 +93,9 @@ class _BufferCoderImpl(StreamCoderImpl):
         if type(item) is Overflow:
             out.write_byte(1)
             out.write_var_int64(item.index)
+            out.write(item.data, nested)
+        elif type(item) is Chunk:
+            out.write_byte(3)
             out.write(item.data, nested)
         else:
             timestamp, value, pane = item
@@ -88,6 +109,8 @@ class _BufferCoderImpl(StreamCoderImpl):
         kind = stream.read_byte()
         if kind == 1:
             return Overflow(stream.read_var_int64(), stream.read_all(nested))
+        if kind == 3:
+            return Chunk(stream.read_all(nested))
         timestamp = stream.read_bigendian_int64()
         pane = self._pane.decode_from_stream(stream, True) if kind else None
         return timestamp, self._value.decode_from_stream(stream, nested), pane
@@ -135,6 +158,8 @@ class KeyState:
         "_buffer",
         "_buffer_taken",
         "_cell",
+        "_chunks",
+        "_chunks_kept",
         "_clock",
         "_fires",
         "_head",
@@ -197,7 +222,11 @@ class KeyState:
         # The buffer, once read: [(millisecond, timestamp, value, pane)] from _head on.
         self._buffer: list[tuple[int, int, Any, Any]] = []
         self._head = 0
-        self._aux_read = not self.control.buffered and SPILLED not in self.control.values
+        # While a saved record is awaited, chunks of it may be there.
+        self._aux_read = (
+            self.control.live and not self.control.buffered and SPILLED not in self.control.values
+        )
+        self._chunks, self._chunks_kept = Chunks(), set[bytes]()
         self._buffer_taken = self._overflow_stale = False
         self._sorted = True
         self._overflow: dict[int, bytes] = {}
@@ -254,6 +283,14 @@ class KeyState:
         self._read_aux()
         return self._overflow[index]
 
+    def chunk(self, data: bytes) -> bytes | None:
+        """Takes a chunk of the saved record; returns the record once all of them have come."""
+        self._read_aux()
+        record = self._chunks.add(data)
+        if record is not None and self._chunks_kept:
+            self._buffer_taken = True  # so that they leave the runner's cell
+        return record
+
     # ------------------------------------------------------------------ the buffer
     def buffer(self, timestamp: int, value: Any, pane: Any, ready: int) -> None:
         """Keeps an element until the watermark is seen to have reached `ready`."""
@@ -298,6 +335,9 @@ class KeyState:
         for item in self._aux.read():
             if type(item) is Overflow:
                 self._overflow[item.index] = item.data
+            elif type(item) is Chunk:
+                self._chunks.add(item.data)
+                self._chunks_kept.add(chunk_name(item.data))
             else:
                 self._buffer.append((item[0] // 1000, *item))
         self._aux_read = True
@@ -332,6 +372,9 @@ class KeyState:
             ordered_list.flush()
         if self.packed:
             self._pack_values()
+        for chunk in self._chunks:
+            if chunk_name(chunk) not in self._chunks_kept:
+                self._aux.add(Chunk(chunk))
         if self._buffer_taken or self._overflow_stale:
             self._read_aux()
             self._aux.clear()

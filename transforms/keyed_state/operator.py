@@ -24,6 +24,7 @@ from apache_beam.utils.windowed_value import PANE_INFO_UNKNOWN, WindowedValue
 
 from beam_ckpt.errors import PipelineRefusedError, StateIncompatibleError, WatermarkError
 from beam_ckpt.keygroups import key_group
+from beam_ckpt.transforms.chunks import CHUNK_BYTES, cut, is_chunk
 from beam_ckpt.transforms.elements import Restored
 from beam_ckpt.transforms.graph import NO_EVENT_TIME
 from beam_ckpt.transforms.keyed_state.clock import BEFORE_ALL, DRAINED, MS, NO_EXPIRY, Epochs
@@ -35,7 +36,8 @@ from beam_ckpt.transforms.snapshot import CarriedOutput, SavedTimer, SnapshotRec
 
 __all__ = ["DRAIN", "SNAPSHOTS", "KeyedOperator", "OperatorConfig", "needs_buffer"]
 
-#: Tag of the output that carries snapshot records: (key group, (boundary in µs, record bytes)).
+#: Tag of the output that carries snapshot records, whole or in chunks: (key group, (boundary in µs,
+#: bytes)).
 SNAPSHOTS = "beam_ckpt_snapshots"
 #: In place of the key group: no record, but that the end of the stream closed this epoch.
 DRAIN = -1
@@ -68,6 +70,7 @@ class OperatorConfig:
         key_groups: Number of key groups.
         time_sorted: Whether elements are given in event-time order per key.
         bounded: Whether the input is bounded.
+        chunk_bytes: Records of more bytes leave in chunks.
     """
 
     uid: str
@@ -88,6 +91,7 @@ class OperatorConfig:
     on_missing: Literal["error", "drop"] = "error"
     aligned: bool = True
     marks_drained: bool = False
+    chunk_bytes: int = CHUNK_BYTES
     fires_once: bool = False
 
 
@@ -614,15 +618,17 @@ class KeyedOperator:
             carried,
         )
         self._saved.inc()
-        yield TaggedOutput(
-            SNAPSHOTS,
-            WindowedValue(
-                (key_group(key, config.key_groups), (boundary, record.to_bytes())),
-                Timestamp(micros=boundary),
-                (state.window,),
-                PANE_INFO_UNKNOWN,
-            ),
-        )
+        group = key_group(key, config.key_groups)
+        for data in cut(record.to_bytes(), config.chunk_bytes):
+            yield TaggedOutput(
+                SNAPSHOTS,
+                WindowedValue(
+                    (group, (boundary, data)),
+                    Timestamp(micros=boundary),
+                    (state.window,),
+                    PANE_INFO_UNKNOWN,
+                ),
+            )
 
     def _saved_timers(self, memory: Control) -> Iterator[SavedTimer]:
         families = self._signature.timers
@@ -645,7 +651,13 @@ class KeyedOperator:
                 "bundle counts. What to do: run again from the checkpoint, on another runner if "
                 "this one does it again."
             )
-        record = SnapshotRecord.from_bytes(restored.record)
+        data = restored.record
+        if is_chunk(data):
+            whole = state.chunk(data)
+            if whole is None:
+                return
+            data = whole
+        record = SnapshotRecord.from_bytes(data)
         for cell, saved in zip(state.cells, record.cells, strict=True):
             cell.restore(saved)
         for timer in record.timers:
