@@ -58,7 +58,7 @@ from beam_ckpt.transforms.offsets import (
     SummariseFn,
     Summary,
 )
-from beam_ckpt.transforms.options import given_settings
+from beam_ckpt.transforms.options import fast_state_cache, given_settings
 from beam_ckpt.transforms.restore import ReadSaved, RestorePlan, check_compatible, plan_restore
 from beam_ckpt.transforms.runners import (
     AloneInItsStage,
@@ -540,6 +540,7 @@ class _Operator(beam.PTransform[Any, Any]):
             marks_drained=job._marks_drained and not pcoll.is_bounded,
             fires_once=fires_each_timer_once(pcoll.pipeline),
             chunk_bytes=job._limits.chunk_bytes,
+            fast_state_cache=fast_state_cache(pcoll.pipeline.options),
         )
         wrapper = StatefulWrapper(self._fn, config, self._args, self._kwargs)
         _check_pickles(wrapper, self._fn)

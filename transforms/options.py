@@ -27,7 +27,7 @@ from beam_ckpt._durations import parse_duration
 from beam_ckpt.errors import PipelineRefusedError
 from beam_ckpt.retention import KeepFor, KeepLast, RetentionPolicy
 
-__all__ = ["CheckpointOptions", "given_settings"]
+__all__ = ["FAST_STATE_CACHE", "CheckpointOptions", "fast_state_cache", "given_settings"]
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,10 @@ _OPTIONS = (
 )
 
 
+#: No setting of checkpoints: of how Beam runs.
+FAST_STATE_CACHE = "checkpoint_fast_state_cache"
+
+
 class CheckpointOptions(PipelineOptions):
     """The settings of checkpoints as pipeline options; see the module for what wins over what.
 
@@ -134,6 +138,13 @@ class CheckpointOptions(PipelineOptions):
     def _add_argparse_args(cls, parser: argparse.ArgumentParser) -> None:
         for option in _OPTIONS:
             parser.add_argument(f"--{option.flag}", default=None, help=option.help)
+        parser.add_argument(
+            f"--{FAST_STATE_CACHE}",
+            action="store_true",
+            default=False,
+            help="Make Beam's state cache measure values without a walk over all loaded modules; "
+            "see beam_ckpt.transforms.fast_state_cache. It changes Beam in the workers.",
+        )
 
 
 def given_settings(options: PipelineOptions) -> Mapping[str, Any]:
@@ -156,3 +167,8 @@ def given_settings(options: PipelineOptions) -> Mapping[str, Any]:
                 f"--{option.flag}={value!r} cannot be read: {error}. What to do: {option.help}"
             ) from error
     return given
+
+
+def fast_state_cache(options: PipelineOptions) -> bool:
+    """Tells whether ``--checkpoint_fast_state_cache`` is given."""
+    return bool(getattr(options.view_as(CheckpointOptions), FAST_STATE_CACHE))

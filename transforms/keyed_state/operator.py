@@ -26,6 +26,7 @@ from beam_ckpt.errors import PipelineRefusedError, StateIncompatibleError, Water
 from beam_ckpt.keygroups import key_group
 from beam_ckpt.transforms.chunks import CHUNK_BYTES, cut, is_chunk
 from beam_ckpt.transforms.elements import Restored
+from beam_ckpt.transforms.fast_state_cache import correct_state_cache
 from beam_ckpt.transforms.graph import NO_EVENT_TIME
 from beam_ckpt.transforms.keyed_state.clock import BEFORE_ALL, DRAINED, MS, NO_EXPIRY, Epochs
 from beam_ckpt.transforms.keyed_state.control import Control
@@ -62,6 +63,7 @@ class OperatorConfig:
         late: What becomes of elements below the boundary: ``"drop"`` or ``"reprocess"``.
         marks_drained: Whether the end of the input is the drain of a stream, to be told.
         fires_once: Whether the runner fires a timer at most once for each time that it was set.
+        fast_state_cache: Whether to correct how Beam's state cache measures, if that can be.
         on_missing: What becomes of saved timers whose family the DoFn has no more: ``"error"`` or
             ``"drop"``.
         aligned: Whether elements wait for their epoch. Otherwise they count in every checkpoint
@@ -93,6 +95,7 @@ class OperatorConfig:
     marks_drained: bool = False
     chunk_bytes: int = CHUNK_BYTES
     fires_once: bool = False
+    fast_state_cache: bool = False
 
 
 def _never_waits(config: OperatorConfig) -> bool:
@@ -173,6 +176,8 @@ class KeyedOperator:
 
     def setup(self) -> None:
         """Sets up what the author's DoFn gets from Beam."""
+        if self._config.fast_state_cache:
+            correct_state_cache()
         for combine_fn in self._combine_fns:
             combine_fn.setup()
         self._setup_contexts = self._enter(beam.DoFn.SetupContextParam)
