@@ -151,6 +151,7 @@ def show(
         versions = {
             "beam_version": pipeline and pipeline.beam_version,
             "python_version": pipeline and pipeline.python_version,
+            "pickler": (pipeline and pipeline.pickler) or None,
         }
         sources = {
             uid: {"source_type": source.source_type, "offsets": source.offsets}
@@ -176,6 +177,8 @@ def show(
     if manifest.pipeline:
         table.add_row("Beam", manifest.pipeline.beam_version)
         table.add_row("Python", manifest.pipeline.python_version)
+        if manifest.pipeline.pickler:
+            table.add_row("pickler", manifest.pipeline.pickler)
     console.print(table)
     for row in operators:
         console.print(f"\noperator {row['operator']}", markup=False, style="bold")

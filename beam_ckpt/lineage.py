@@ -16,9 +16,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from beam_ckpt.errors import InvalidCheckpointError
-from beam_ckpt.manifest import OperatorSnapshotEntry, PartitionSnapshotEntry, SidecarEntry
+from beam_ckpt.manifest import (
+    CheckpointManifest,
+    OperatorSnapshotEntry,
+    OperatorSpec,
+    PartitionSnapshotEntry,
+    SidecarEntry,
+)
 
-__all__ = ["NewSidecar", "files_to_keep", "next_operators"]
+__all__ = ["NewSidecar", "files_to_keep", "next_operators", "stands_on"]
 
 _DELTAS_OF_BASE = 0.4
 """Deltas above this part of their base become a new base.
@@ -118,3 +124,20 @@ def next_operators(
         )
         for uid, chains in sorted(groups.items())
     }
+
+
+def stands_on(base: CheckpointManifest, uid: str, spec: OperatorSpec) -> bool:
+    """Tells whether new files of an operator are added to those that a checkpoint has of it.
+
+    Not if a cell has another coder or kind since: then every key is saved anew, by who writes and
+    who publishes alike, and the old files are left behind.
+
+    Args:
+        base: The checkpoint.
+        uid: The operator.
+        spec: As it is now.
+    """
+    saved = base.pipeline.operators.get(uid) if base.pipeline else None
+    return saved is None or all(
+        spec.cells[name] == cell for name, cell in saved.cells.items() if name in spec.cells
+    )

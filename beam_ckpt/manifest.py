@@ -28,6 +28,7 @@ import uuid
 from collections.abc import Mapping
 from typing import (
     Annotated,
+    Any,
     ClassVar,
     Final,
     Literal,
@@ -38,7 +39,15 @@ from typing import (
     get_origin,
 )
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from beam_ckpt.errors import (
     CheckpointTooLargeError,
@@ -146,7 +155,7 @@ class _Record(BaseModel):
         """Returns canonical JSON: the same value gives the same bytes."""
         values = self.model_dump(mode="json")
         for name, value in self._omitted.items():
-            if values[name] == value:
+            if values.get(name) == value:
                 del values[name]
         return json.dumps(
             values,
@@ -295,21 +304,59 @@ class CellSpec(_Record):
     coder: str
 
 
-class OperatorSpec(_Record):
-    """An operator as the pipeline declared it; compared at restore."""
+class _Later(_Record):
+    """A part of a record that has got fields since: they are stored only where they say something.
+
+    So what was written before has the same bytes when it is written again.
+    """
+
+    @model_serializer(mode="wrap")
+    def _without_what_says_nothing(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        for name, value in self._omitted.items():
+            if values.get(name) == value:
+                del values[name]
+        return values
+
+
+class OperatorSpec(_Later):
+    """An operator as the pipeline declared it; compared at restore.
+
+    Attributes:
+        key_coder: Identity of the coder of its keys.
+        window_coder: Identity of the coder of its windows.
+        cells: Its cells, by name.
+        time_sorted: Whether its input is processed in event-time order.
+        windows: Which windows the input is in, such as ``FixedWindows[60000000,0]`` (microseconds);
+            empty for the global one, and where it was not recorded.
+    """
 
     key_coder: str
     window_coder: str
     cells: dict[Uid, CellSpec]
     time_sorted: bool = False
+    windows: str = ""
+
+    _omitted: ClassVar[Mapping[str, object]] = {"windows": ""}
 
 
-class PipelineIdentity(_Record):
-    """The pipeline that wrote a checkpoint."""
+class PipelineIdentity(_Later):
+    """The pipeline that wrote a checkpoint.
+
+    Attributes:
+        operators: By uid.
+        beam_version: Of the process that committed.
+        python_version: Of the same.
+        pickler: Which library pickles: ``cloudpickle`` or ``dill``; empty where it was not
+            recorded.
+    """
 
     operators: dict[Uid, OperatorSpec]
     beam_version: str
     python_version: str
+    pickler: str = ""
+
+    _omitted: ClassVar[Mapping[str, object]] = {"pickler": ""}
 
 
 class CheckpointManifest(_Record):

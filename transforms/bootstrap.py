@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import apache_beam as beam
@@ -56,6 +56,8 @@ from beam_ckpt.transforms.restore import plan_restore
 from beam_ckpt.transforms.runners import AloneInItsStage, DeclareWindowing, prepare
 from beam_ckpt.transforms.snapshot import SnapshotRecord
 from beam_ckpt.transforms.state_io import signature_of
+from beam_ckpt.transforms.values import cell_encoder
+from beam_ckpt.transforms.windows import window_identity
 from beam_ckpt.transforms.writer import WriteSidecarsFn
 
 __all__ = ["WriteState"]
@@ -212,6 +214,7 @@ class WriteState(beam.PTransform[Any, Any]):
             self._cells,
             False,
             Duration.of(windowing.allowed_lateness).micros,
+            window_identity(windowing.windowfn),
         )
         run_id = f"{_BOOTSTRAP}{uuid.uuid4().hex}"
         encode = DeclareWindowing(_EncodeFn(operator, self._key_groups), Windowing(GlobalWindows()))
@@ -292,7 +295,7 @@ class _EncodeFn(beam.DoFn):
         self._encoders: dict[str, Callable[[Any], Any]] = {}
 
     def setup(self) -> None:
-        self._encoders = {cell.name: _encoder(cell) for cell in self._operator.cells}
+        self._encoders = {cell.name: cell_encoder(cell) for cell in self._operator.cells}
 
     def process(
         self,
@@ -332,39 +335,6 @@ class _EncodeFn(beam.DoFn):
             yield WindowedValue(
                 (routed, (DRAINED, data)), timestamp, (GlobalWindow(),), PANE_INFO_UNKNOWN
             )
-
-
-def _encoder(cell: CellState) -> Callable[[Any], bytes | tuple[bytes, ...] | None]:
-    """Turns a cell's value into what a record has of it."""
-    coder = cell.coder
-
-    def dated(item: Any) -> tuple[int, Any]:
-        moment, value = item
-        return Timestamp.of(moment).micros, value
-
-    def encode(value: Any) -> bytes | tuple[bytes, ...] | None:
-        if cell.kind in ("read_modify_write", "combining"):
-            return None if value is None else bytes(coder.encode(value))
-        if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable | None):
-            raise TypeError("it holds many values: give a list or a set")
-        items = value or ()
-        if cell.kind == "ordered_list":
-            # By time; those of one time in the order in which they are given.
-            items = sorted(map(dated, items), key=lambda item: item[0])
-        encoded = [coder.encode(item) for item in items]
-        return tuple(dict.fromkeys(encoded) if cell.kind == "set" else encoded)
-
-    def named(value: Any) -> bytes | tuple[bytes, ...] | None:
-        try:
-            return encode(value)
-        except Exception as error:
-            raise StateIncompatibleError(
-                f"cell {cell.name!r} ({cell.kind}, {coder!r}) does not take a "
-                f"{type(value).__name__}: {error}. What to do: give what the DoFn keeps there; of "
-                "a combining cell that is its accumulator."
-            ) from error
-
-    return named
 
 
 class _WriteFn(WriteSidecarsFn):

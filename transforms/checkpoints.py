@@ -23,7 +23,7 @@ import copy
 import os
 import uuid
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, Literal, Self
 
 import apache_beam as beam
@@ -51,6 +51,12 @@ from beam_ckpt.transforms.graph import check_neighbours, check_timestamps
 from beam_ckpt.transforms.keyed_state.clock import DRAINED, MS, Epochs
 from beam_ckpt.transforms.keyed_state.dofn import StatefulWrapper
 from beam_ckpt.transforms.keyed_state.operator import SNAPSHOTS, OperatorConfig
+from beam_ckpt.transforms.migrations import (
+    Migrations,
+    OperatorMigration,
+    check_migrations,
+    plan_migration,
+)
 from beam_ckpt.transforms.offsets import (
     OFFSETS,
     OffsetsFn,
@@ -71,6 +77,7 @@ from beam_ckpt.transforms.runners import (
 )
 from beam_ckpt.transforms.signature import Signature, read_signature
 from beam_ckpt.transforms.state_io import retention
+from beam_ckpt.transforms.windows import window_identity
 from beam_ckpt.transforms.writer import WriteSidecarsFn
 
 __all__ = ["CheckpointedParDo", "Checkpoints", "Seconds"]
@@ -90,8 +97,8 @@ class Checkpoints:
 
     Leaving the ``with`` block adds the step that publishes.
 
-    Each setting is also a pipeline option, which wins over what the code says; see
-    `~beam_ckpt.transforms.CheckpointOptions`.
+    Each setting but `migrations` and `renamed` is also a pipeline option, which wins over what the
+    code says; see `~beam_ckpt.transforms.CheckpointOptions`.
 
     Args:
         pipeline: The pipeline under construction.
@@ -119,6 +126,11 @@ class Checkpoints:
             that late was never seen.
         on_missing: What to do with saved operators and cells that the pipeline no longer has:
             ``"error"`` or ``"drop"``.
+        migrations: How saved values become those of a cell whose coder or kind is another one now:
+            ``{(uid, cell): fn}``; see `~beam_ckpt.transforms.migrations`. Applied as keys are
+            restored; the first checkpoint then saves every key of such an operator.
+        renamed: Operators that have another uid now: ``{old: new}``. The first checkpoint saves
+            every key of them.
         max_files_per_group: How many files a key group consists of at most (a base of more than
             128 MiB in memory is in several, which count as one): deltas are merged into bigger
             ones, and now and then with their base. 1: every file is a full one.
@@ -145,6 +157,8 @@ class Checkpoints:
         late: Literal["drop", "reprocess"] = "drop",
         on_fallback: Literal["refuse", "accept"] = "refuse",
         on_missing: Literal["error", "drop"] = "error",
+        migrations: Migrations | None = None,
+        renamed: Mapping[str, str] | None = None,
         max_files_per_group: int = 8,
     ) -> None:
         prepare(pipeline)
@@ -180,6 +194,8 @@ class Checkpoints:
         self._keep = retention(keep)
         self._key_groups, self._on_missing = key_groups, on_missing
         self._max_files = max_files_per_group
+        self._migrations = check_migrations(migrations)
+        self._renamed = dict(renamed or {})
         self._late, self._aligned = late, alignment == "exactly_once"
         self._epochs = Epochs(event_time("every", every), event_time("until", until))
         if self._epochs.every is not None and self._epochs.every <= 0:
@@ -338,7 +354,9 @@ class Checkpoints:
                 "the with block."
             )
         missing = set() if self.restored is None else set(self.restored.operators)
-        missing -= {operator.uid for operator in self._operators}
+        uids = {operator.uid for operator in self._operators}
+        missing -= {self._saved_uid(uid) for uid in uids}
+        self._check_names(uids)
         if missing and self._on_missing != "drop":
             raise PipelineRefusedError(
                 f"checkpoint {self.restored.id if self.restored else ''} of {self._store.url} has "
@@ -347,6 +365,39 @@ class Checkpoints:
             )
         check_neighbours(self._inputs, lambda part: isinstance(part, _Operator), self._epochs)
         _ = self.results
+
+    def _saved_uid(self, uid: str) -> str:
+        """The uid that an operator was saved by."""
+        saved = set() if self.restored is None else set(self.restored.operators)
+        olds = [old for old, new in self._renamed.items() if new == uid and old in saved]
+        if olds and uid in saved:
+            raise PipelineRefusedError(
+                f"renamed={{{olds[0]!r}: {uid!r}}}, and the checkpoint has state of both. What to "
+                "do: drop one of them by `beam-ckpt rewrite`, or leave `renamed` out."
+            )
+        return olds[0] if olds else uid
+
+    def _check_names(self, uids: Set[str]) -> None:
+        """Refuses migrations and new uids of operators and cells that there are none of."""
+        for uid in (*self._renamed.values(), *(uid for uid, _ in self._migrations)):
+            if uid not in uids:
+                raise PipelineRefusedError(
+                    f"migrations or renamed speak of operator {uid!r}, and the pipeline has "
+                    f"{_names(uids)}. What to do: give uids of this pipeline."
+                )
+        cells = {(o.uid, cell.name) for o in self._operators for cell in o.cells}
+        for uid, cell in self._migrations:
+            if (uid, cell) not in cells:
+                own = [name for other, name in cells if other == uid]
+                raise PipelineRefusedError(
+                    f"migrations speak of cell {cell!r} of operator {uid!r}, which has "
+                    f"{_names(own) or 'none'}. What to do: name a cell of its DoFn."
+                )
+        if len(set(self._renamed.values())) < len(self._renamed):
+            raise PipelineRefusedError(
+                f"renamed={self._renamed!r} gives two operators one uid. What to do: give each "
+                "its own."
+            )
 
     def _check_plan(self) -> None:
         boundary, until = self._plan.resume_at, self._epochs.until
@@ -508,11 +559,15 @@ class _Operator(beam.PTransform[Any, Any]):
             tuple(CellState(c.name, c.kind, c.coder) for c in self._signature.cells),
             self._time_sorted,
             Duration.of(pcoll.windowing.allowed_lateness).micros,
+            window_identity(pcoll.windowing.windowfn),
         )
         job._claim_uid(uid)
-        restoring = job.restored is not None and uid in job.restored.operators
-        if restoring:
-            self._check_saved(operator)
+        saved_uid = job._saved_uid(uid)
+        restoring = job.restored is not None and saved_uid in job.restored.operators
+        migration = self._check_saved(operator, saved_uid) if restoring else None
+        rewrite = saved_uid != uid or migration is not None
+        if restoring and rewrite:
+            self._check_can_save_all()
         restoring = restoring and not takes_over_a_running_job(pcoll.pipeline)
         output_types = self._output_types(pcoll.element_type)
         # Beam warns of tags without a type as soon as there is one with a type: ours.
@@ -528,7 +583,7 @@ class _Operator(beam.PTransform[Any, Any]):
             epochs=job._epochs,
             boundary=None if job.resume_at is None else job.resume_at.micros,
             restoring=restoring,
-            rewrite=restoring and job._rewrites,
+            rewrite=restoring and (rewrite or job._rewrites),
             key_groups=job._key_groups,
             time_sorted=self._time_sorted,
             bounded=bool(pcoll.is_bounded),
@@ -550,9 +605,9 @@ class _Operator(beam.PTransform[Any, Any]):
             **{tag: hint for tag, hint in output_types.items() if tag is not None},
         )
         run.get_resource_hints().update(self.get_resource_hints())
-        outputs = self._input(pcoll, operator, restoring) | "Run" >> run.with_outputs(
-            SNAPSHOTS, *(self._tags or ()), main=self._main_tag or "main"
-        )
+        outputs = self._input(
+            pcoll, operator, restoring, saved_uid, migration
+        ) | "Run" >> run.with_outputs(SNAPSHOTS, *(self._tags or ()), main=self._main_tag or "main")
         job._operators.append(operator)
         job._inputs[uid] = pcoll
         job._snapshots.append(
@@ -569,7 +624,14 @@ class _Operator(beam.PTransform[Any, Any]):
         named._tags, named._main_tag, named._allow_unknown_tags = self._tags, self._main_tag, False
         return named
 
-    def _input(self, pcoll: Any, operator: OperatorState, restoring: bool) -> Any:
+    def _input(
+        self,
+        pcoll: Any,
+        operator: OperatorState,
+        restoring: bool,
+        saved_uid: str,
+        migration: OperatorMigration | None,
+    ) -> Any:
         job = self._job
         if pcoll.is_bounded and not job._streaming and not restoring:
             return pcoll | "Alone" >> AloneInItsStage()
@@ -586,18 +648,40 @@ class _Operator(beam.PTransform[Any, Any]):
             pcoll.windowing,
             union,
             job._limits,
+            saved_uid,
+            migration,
         )
         return (live, saved) | "WithRestored" >> beam.Flatten()
 
-    def _check_saved(self, operator: OperatorState) -> None:
+    def _check_saved(self, operator: OperatorState, saved_uid: str) -> OperatorMigration | None:
+        """Compares the operator with what was saved of it; returns what turns that into it."""
         job = self._job
         assert job.restored is not None
         saved = None
         if job.restored.pipeline is not None:
-            saved = job.restored.pipeline.operators.get(self._uid)
-        if saved is not None:
-            where = f"checkpoint {job.restored.id} of {job._store.url}"
-            check_compatible(saved, operator.spec(), self._uid, where, job._on_missing)
+            saved = job.restored.pipeline.operators.get(saved_uid)
+        if saved is None:
+            return None
+        where = f"checkpoint {job.restored.id} of {job._store.url}"
+        migrated = [cell for uid, cell in job._migrations if uid == self._uid]
+        check_compatible(saved, operator.spec(), self._uid, where, job._on_missing, migrated)
+        return plan_migration(saved, operator, job._migrations)
+
+    def _check_can_save_all(self) -> None:
+        job = self._job
+        what = f"operator {self._uid!r} has another uid, or a cell that is migrated, so that"
+        if takes_over_a_running_job(job._pipeline):
+            raise PipelineRefusedError(
+                f"{what} its state is restored in another form, and the job that is updated in "
+                "place keeps its own. What to do: stop the job and start another one, which "
+                "restores its checkpoint."
+            )
+        if job.resume_at is None and job._epochs.every is not None:
+            raise PipelineRefusedError(
+                f"{what} all of its state has to be saved anew, and after a drained input `every` "
+                "leaves no first boundary to do that at. What to do: run once without `every`; or "
+                "rename by `beam-ckpt rewrite`."
+            )
 
     def _output_types(self, input_type: Any) -> dict[str | None, Any]:
         """Type hints of the outputs by tag (`None`: the main one)."""
@@ -670,7 +754,7 @@ class CheckpointedParDo(beam.PTransform[Any, Any]):
         time_sorted: Give the DoFn its elements in event-time order per key, ties by their encoded
             value; then its outputs are the same on every runner.
         every: See `Checkpoints`. So are `until`, `restore`, `keep`, `key_groups`, `alignment`,
-            `late`, `on_fallback`, `on_missing` and `max_files_per_group`.
+            `late`, `on_fallback`, `on_missing`, `migrations`, `renamed` and `max_files_per_group`.
         **kwargs: Static arguments of ``process``.
 
     Returns:
@@ -697,6 +781,8 @@ class CheckpointedParDo(beam.PTransform[Any, Any]):
         late: Literal["drop", "reprocess"] = "drop",
         on_fallback: Literal["refuse", "accept"] = "refuse",
         on_missing: Literal["error", "drop"] = "error",
+        migrations: Migrations | None = None,
+        renamed: Mapping[str, str] | None = None,
         max_files_per_group: int = 8,
         **kwargs: Any,
     ) -> None:
@@ -714,6 +800,8 @@ class CheckpointedParDo(beam.PTransform[Any, Any]):
             "late": late,
             "on_fallback": on_fallback,
             "on_missing": on_missing,
+            "migrations": migrations,
+            "renamed": renamed,
             "max_files_per_group": max_files_per_group,
         }
         self._outputs: tuple[tuple[str, ...], str | None] | None = None

@@ -280,6 +280,7 @@ class OperatorState:
         cells: Its cells; the order is that of the cells in a record.
         time_sorted: Whether its input is processed in event-time order.
         lateness: How long after its end a window is kept, in microseconds.
+        windows: Which windows the input is in; see `OperatorSpec`.
     """
 
     uid: str
@@ -288,6 +289,7 @@ class OperatorState:
     cells: tuple[CellState, ...]
     time_sorted: bool
     lateness: int = 0
+    windows: str = ""
 
     def spec(self) -> OperatorSpec:
         """Returns what a manifest says of the operator."""
@@ -299,6 +301,7 @@ class OperatorState:
                 for cell in self.cells
             },
             time_sorted=self.time_sorted,
+            windows=self.windows,
         )
 
     def header(

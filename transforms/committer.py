@@ -20,12 +20,13 @@ from typing import Any
 
 import apache_beam as beam
 from apache_beam.coders import coders
+from apache_beam.internal import pickler
 from apache_beam.transforms import userstate
 from apache_beam.transforms.window import TimestampedValue
 from apache_beam.utils.timestamp import Timestamp
 
 from beam_ckpt.errors import CheckpointConflictError, CheckpointError, InvalidCheckpointError
-from beam_ckpt.lineage import NewSidecar, next_operators
+from beam_ckpt.lineage import NewSidecar, next_operators, stands_on
 from beam_ckpt.manifest import (
     CheckpointManifest,
     OperatorSnapshotEntry,
@@ -286,8 +287,12 @@ class CommitFn(ClockedDoFn):
         # With another number of key groups every key was saved anew: the old files are not its.
         if base is None or base.key_group_count != self._key_groups:
             return {}
-        uids = [operator.uid for operator in self._operators]
-        return {uid: base.operators[uid] for uid in uids if uid in base.operators}
+        specs = {operator.uid: operator.spec() for operator in self._operators}
+        return {
+            uid: base.operators[uid]
+            for uid, spec in specs.items()
+            if uid in base.operators and stands_on(base, uid, spec)
+        }
 
     def _specs(self, base: CheckpointManifest | None) -> dict[str, OperatorSpec]:
         return {operator.uid: operator.spec() for operator in self._operators}
@@ -390,6 +395,9 @@ class CommitFn(ClockedDoFn):
                     operators=self._specs(base),
                     beam_version=beam.__version__,
                     python_version=platform.python_version(),
+                    pickler=pickler.desired_pickle_lib.__name__.rpartition(".")[2].removesuffix(
+                        "_pickler"
+                    ),
                 ),
                 drained=state.draining,
             )

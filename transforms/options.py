@@ -1,6 +1,6 @@
 """The settings of checkpoints as pipeline options, so that whoever starts a template sets them.
 
-Each setting of `~beam_ckpt.transforms.Checkpoints` has one. An option that is given wins over what
+Each setting of `~beam_ckpt.transforms.Checkpoints` has one, but `migrations` and `renamed`. An option that is given wins over what
 the code says, in all checkpoints of the pipeline, so that a run can be started elsewhere, or from
 an older checkpoint, without a change of code. Code wins in one case: a store that was made by hand
 (a `~beam_ckpt.CheckpointStore`, which may hold what a URL cannot say) stays where it is.

@@ -8,11 +8,12 @@ the operator's watermark cannot pass the gate before the last of them has been p
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import apache_beam as beam
+import pyarrow as pa
 from apache_beam.utils.timestamp import MIN_TIMESTAMP, Duration, Timestamp
 from apache_beam.utils.windowed_value import PANE_INFO_UNKNOWN, WindowedValue
 
@@ -32,6 +33,7 @@ from beam_ckpt.transforms._limits import DEFAULT_LIMITS, Limits
 from beam_ckpt.transforms.chunks import cut
 from beam_ckpt.transforms.columns import OperatorState
 from beam_ckpt.transforms.elements import Restored
+from beam_ckpt.transforms.migrations import OperatorMigration
 from beam_ckpt.transforms.runners import DeclareWindowing
 from beam_ckpt.transforms.snapshot import SnapshotRecord
 from beam_ckpt.transforms.windows import is_over, left_over
@@ -226,9 +228,22 @@ def _boundary(boundary: int | str | None) -> str:
 
 
 def check_compatible(
-    saved: OperatorSpec, declared: OperatorSpec, uid: str, where: str, on_missing: str
+    saved: OperatorSpec,
+    declared: OperatorSpec,
+    uid: str,
+    where: str,
+    on_missing: str,
+    migrated: Collection[str] = (),
 ) -> None:
     """Compares an operator with what was saved of it.
+
+    Args:
+        saved: The operator as it was saved.
+        declared: As it is now.
+        uid: Its uid.
+        where: The checkpoint.
+        on_missing: What becomes of saved cells that are gone: ``"error"`` or ``"drop"``.
+        migrated: Names of cells that may have another coder or kind, as there is a migration.
 
     Raises:
         StateIncompatibleError: A coder or a cell's kind is another one, or a saved cell is gone and
@@ -249,6 +264,14 @@ def check_compatible(
             f"windows were saved with {saved.window_coder} and are now {declared.window_coder}",
             back,
         )
+    # (What was saved before windows were recorded does not say.)
+    if saved.windows and saved.windows != declared.windows:
+        refuse(
+            f"the input was in the windows of {saved.windows} (times in microseconds) and is now "
+            f"in those of {declared.windows}, so that saved state would belong to windows that no "
+            "element is in",
+            f"{back}; or carry the state over by ReadState | beam.WindowInto | WriteState",
+        )
     for name, cell in saved.cells.items():
         now = declared.cells.get(name)
         if now is None:
@@ -257,10 +280,18 @@ def check_compatible(
                     f"cell {name!r} was saved and the DoFn has no such cell",
                     "put it back, or give it up by on_missing='drop'",
                 )
-        elif now.kind != cell.kind:
-            refuse(f"cell {name!r} was saved as {cell.kind} and is now {now.kind}", back)
-        elif now.coder != cell.coder:
-            refuse(f"cell {name!r} was saved with {cell.coder} and is now {now.coder}", back)
+        elif name not in migrated and now != cell:
+            before, after = f"with {cell.coder}", now.coder
+            if now.kind != cell.kind:
+                before, after = f"as {cell.kind}", f"{now.kind}"
+                if now.coder != cell.coder:
+                    before, after = f"{before} of {cell.coder}", f"{after} of {now.coder}"
+            refuse(
+                f"cell {name!r} was saved {before} and is now {after}",
+                f"say how a saved value becomes a new one, by migrations={{({uid!r}, {name!r}): "
+                "fn}; or give the saved ones up, or another name, by `beam-ckpt rewrite` "
+                "(--drop-cell, --rename-cell)",
+            )
 
 
 class ReadSaved(beam.PTransform[Any, Any]):
@@ -273,6 +304,8 @@ class ReadSaved(beam.PTransform[Any, Any]):
         windowing: Of the operator's live input.
         output_type: The type hint of the operator's input.
         limits: Of what is in memory, and in one element, at a time.
+        saved_uid: The operator's uid when it was saved, where that was another one.
+        migration: What turns saved records into the operator's, if they are not.
     """
 
     def __init__(
@@ -283,19 +316,29 @@ class ReadSaved(beam.PTransform[Any, Any]):
         windowing: Any,
         output_type: Any,
         limits: Limits = DEFAULT_LIMITS,
+        saved_uid: str | None = None,
+        migration: OperatorMigration | None = None,
     ) -> None:
         super().__init__()
         self._store, self._manifest, self._operator = store, manifest, operator
+        self._saved_uid, self._migration = saved_uid or operator.uid, migration
         self._windowing, self._output_type = windowing, output_type
         self._limits = limits
 
     def expand(self, pbegin: Any) -> Any:
         groups: list[tuple[int, int]] = []
         if self._manifest is not None:
-            saved = self._manifest.operators[self._operator.uid]
+            saved = self._manifest.operators[self._saved_uid]
             groups = [(self._manifest.id, partition.partition_id) for partition in saved.partitions]
         lateness = Duration.of(self._windowing.allowed_lateness).micros
-        read = ReadGroupFn(self._store, self._operator, lateness, self._limits)
+        read = ReadGroupFn(
+            self._store,
+            self._operator,
+            lateness,
+            self._limits,
+            self._saved_uid,
+            self._migration,
+        )
         return (
             pbegin
             | beam.Impulse()
@@ -303,6 +346,20 @@ class ReadSaved(beam.PTransform[Any, Any]):
             | beam.Reshuffle()
             | "Read" >> DeclareWindowing(read, self._windowing).with_output_types(self._output_type)
         )
+
+
+def _without_given_up(
+    table: pa.Table, manifest: CheckpointManifest, uid: str, operator: OperatorState
+) -> pa.Table:
+    """Rows without the columns of cells that were given up since (`on_missing`).
+
+    Older files of the chain still have them, and a new cell of that name is empty.
+    """
+    spec = manifest.pipeline.operators.get(uid) if manifest.pipeline else None
+    if spec is None:
+        return table
+    gone = [cell.column_name for cell in operator.cells if cell.name not in spec.cells]
+    return table.drop_columns([name for name in gone if name in table.column_names])
 
 
 class _GroupsFn(beam.DoFn):
@@ -325,9 +382,12 @@ class ReadGroupFn(beam.DoFn):
         operator: OperatorState,
         lateness: int,
         limits: Limits = DEFAULT_LIMITS,
+        saved_uid: str | None = None,
+        migration: OperatorMigration | None = None,
     ) -> None:
         self._store, self._operator, self._lateness = store, operator, lateness
         self._limits = limits
+        self._saved_uid, self._migration = saved_uid or operator.uid, migration
         self._manifest: CheckpointManifest | None = None
 
     def process(self, element: tuple[int, int]) -> Iterator[Any]:
@@ -340,19 +400,24 @@ class ReadGroupFn(beam.DoFn):
                 "built. What to do: build it again, so that it takes the newest one."
             )
         operator = self._operator
-        saved = self._manifest.operators[operator.uid]
+        migration = self._migration
+        source = operator if migration is None else migration.saved
+        saved = self._manifest.operators[self._saved_uid]
         (partition,) = (p for p in saved.partitions if p.partition_id == key_group)
         table = read_chain(partition.sidecars, self._store.read_sidecar)
+        table = _without_given_up(table, self._manifest, self._saved_uid, operator)
         decode_key, decode_window = operator.key_coder.decode, operator.window_coder.decode
         windows = table.column("_window").to_pylist()
         boundary = self._manifest.boundary
-        for (key, record), window in zip(operator.to_encoded(table), windows, strict=True):
+        for (key, record), window in zip(source.to_encoded(table), windows, strict=True):
             decoded = decode_window(window)
             if is_over(decoded, boundary, self._lateness):
                 left = left_over(SnapshotRecord.from_bytes(record), boundary)
                 if left is None:
                     continue
                 record = left.to_bytes()
+            if migration is not None:
+                record = migration.record(record)
             decoded_key = decode_key(key)
             for data in cut(record, self._limits.chunk_bytes):
                 yield WindowedValue(

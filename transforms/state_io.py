@@ -20,7 +20,7 @@ the author's own coders do it, or ``unsafe_unpickle=True`` says so.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,6 +53,7 @@ from beam_ckpt.transforms.restore import plan_restore
 from beam_ckpt.transforms.runners import DeclareWindowing
 from beam_ckpt.transforms.signature import Signature, read_signature
 from beam_ckpt.transforms.snapshot import SnapshotRecord
+from beam_ckpt.transforms.values import cell_decoder
 from beam_ckpt.transforms.windows import is_over
 
 __all__ = ["PruneCheckpoints", "ReadState", "RestoreState"]
@@ -368,7 +369,7 @@ class _ReadStateFn(beam.DoFn):
         reader, operator = self._reader, self._reader.operator
         (partition,) = (p for p in self._entry.partitions if p.partition_id == key_group)
         decoders = [
-            _decoder(
+            cell_decoder(
                 cell.kind,
                 cell.coder.decode if cell.name in reader.readable else bytes,
                 reader.combine_fns.get(cell.name),
@@ -390,28 +391,6 @@ class _ReadStateFn(beam.DoFn):
                 (window,),
                 PANE_INFO_UNKNOWN,
             )
-
-
-def _decoder(kind: str, decode: Callable[[bytes], Any], combine_fn: Any) -> Callable[[Any], Any]:
-    """Turns what a record has of a cell into its value."""
-
-    def one(value: bytes | None) -> Any:
-        return None if value is None else decode(value)
-
-    def combined(value: bytes | None) -> Any:
-        empty = value is None
-        return combine_fn.extract_output(combine_fn.create_accumulator() if empty else one(value))
-
-    def dated(item: Any) -> Any:
-        return (Timestamp(micros=item[0]), item[1]) if isinstance(item, tuple) else item
-
-    if kind == "bag":
-        return lambda items: [decode(item) for item in items or ()]
-    if kind == "set":
-        return lambda items: {decode(item) for item in items or ()}
-    if kind == "ordered_list":
-        return lambda items: [dated(decode(item)) for item in items or ()]
-    return combined if combine_fn is not None else one
 
 
 def _reader(

@@ -10,11 +10,39 @@ from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
-from apache_beam.transforms.window import GlobalWindow
+from apache_beam.transforms.window import (
+    FixedWindows,
+    GlobalWindow,
+    GlobalWindows,
+    Sessions,
+    SlidingWindows,
+    WindowFn,
+)
 
 from beam_ckpt.transforms.snapshot import SnapshotRecord
 
-__all__ = ["is_over", "left_over", "without_what_is_over"]
+__all__ = ["is_over", "left_over", "window_identity", "without_what_is_over"]
+
+
+def window_identity(fn: WindowFn) -> str:
+    """Returns the name of a window function by which saved state is compared with a pipeline's.
+
+    Times in it are in microseconds. Of others than Beam's own it is the class: what else they
+    depend on is their author's.
+
+    >>> window_identity(FixedWindows(60))
+    'FixedWindows[60000000,0]'
+    """
+    kind, own = type(fn), vars(fn)
+    if kind is GlobalWindows:
+        return ""
+    if kind is FixedWindows:
+        return f"FixedWindows[{own['size'].micros},{own['offset'].micros}]"
+    if kind is SlidingWindows:
+        return "SlidingWindows[{size.micros},{period.micros},{offset.micros}]".format(**own)
+    if kind is Sessions:
+        return f"Sessions[{own['gap_size'].micros}]"
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def is_over(window: Any, boundary: int | None, lateness: int) -> bool:

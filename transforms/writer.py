@@ -19,7 +19,7 @@ from apache_beam.transforms.window import TimestampedValue
 from apache_beam.utils.timestamp import Timestamp
 
 from beam_ckpt.errors import CheckpointNotFoundError
-from beam_ckpt.lineage import NewSidecar, files_to_keep
+from beam_ckpt.lineage import NewSidecar, files_to_keep, stands_on
 from beam_ckpt.manifest import CheckpointManifest, SidecarEntry
 from beam_ckpt.sidecar import encode_sidecar, read_chain
 from beam_ckpt.store import CheckpointStore
@@ -108,6 +108,7 @@ class WriteSidecarsFn(ClockedDoFn):
             self._base = {
                 (uid, partition.partition_id): partition.sidecars
                 for uid, operator in base.operators.items()
+                if uid in self._operators and stands_on(base, uid, self._operators[uid].spec())
                 for partition in operator.partitions
             }
 

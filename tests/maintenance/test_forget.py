@@ -360,6 +360,19 @@ def test_stopped_at_any_step_it_leaves_a_store_that_restores_and_is_finished_by_
     assert stopped > 40
 
 
+def test_a_pointer_that_was_left_behind_is_moved_before_what_it_names_goes(store, made):
+    """Of one checkpoint alone: stopped between its marker and the pointer."""
+    made.save(store, [made.record(ADA, 1), made.record("b", 2)])
+    struck = faulty_store(store, FaultPlan(Fault("replace", "latest.json", action="error")))
+    with pytest.raises(errors.CheckpointError):
+        forget(struck, "totals", ADA)
+    assert store.load_latest().id == 1
+    report = forget(store, "totals", ADA)
+    assert (report.replaced, report.deleted, report.left) == ((), (1,), ())
+    assert store.load_latest().id == 2 and store.list_ids() == [2]
+    assert ADA not in texts(store)
+
+
 def test_patches_of_deltas_stay_as_they_are(store, made):
     """Rows that hold only what changed are moved, not merged."""
     base = made.save(store, [made.record(ADA, 1), made.record("b", 1, words=("x",))], key_groups=1)
