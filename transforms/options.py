@@ -1,9 +1,10 @@
 """The settings of checkpoints as pipeline options, so that whoever starts a template sets them.
 
-Each setting of `~beam_ckpt.transforms.Checkpoints` has one, but `migrations` and `renamed`. An option that is given wins over what
-the code says, in all checkpoints of the pipeline, so that a run can be started elsewhere, or from
-an older checkpoint, without a change of code. Code wins in one case: a store that was made by hand
-(a `~beam_ckpt.CheckpointStore`, which may hold what a URL cannot say) stays where it is.
+Each setting of `~beam_ckpt.transforms.Checkpoints` but `migrations` and `renamed` has one. What is
+given so wins over what the code says, in all checkpoints of the pipeline, so that a run can be
+started elsewhere, or from an older checkpoint, without a change of code. Code wins in one case: a
+store that was made by hand (a `~beam_ckpt.CheckpointStore`, which may hold what a URL cannot say)
+stays where it is.
 
     python pipeline.py --checkpoint_store=gs://bucket/ckpt/job --checkpoint_every=60
     python pipeline.py ... --restore_from=before-the-upgrade --checkpoint_keep='5|7d'
