@@ -47,9 +47,10 @@ from beam_ckpt.transforms._limits import DEFAULT_LIMITS
 from beam_ckpt.transforms.columns import CellState, OperatorState
 from beam_ckpt.transforms.committer import START, CheckpointResult, CommitFn
 from beam_ckpt.transforms.elements import LiveOrRestored
+from beam_ckpt.transforms.first_touch import SavedRecords
 from beam_ckpt.transforms.graph import check_neighbours, check_timestamps
 from beam_ckpt.transforms.keyed_state.clock import DRAINED, MS, Epochs
-from beam_ckpt.transforms.keyed_state.dofn import StatefulWrapper
+from beam_ckpt.transforms.keyed_state.dofn import StatefulWrapper, wrap
 from beam_ckpt.transforms.keyed_state.operator import SNAPSHOTS, OperatorConfig
 from beam_ckpt.transforms.migrations import (
     Migrations,
@@ -65,11 +66,18 @@ from beam_ckpt.transforms.offsets import (
     Summary,
 )
 from beam_ckpt.transforms.options import fast_state_cache, given_settings
-from beam_ckpt.transforms.restore import ReadSaved, RestorePlan, check_compatible, plan_restore
+from beam_ckpt.transforms.restore import (
+    ReadGroupFn,
+    ReadSaved,
+    RestorePlan,
+    check_compatible,
+    plan_restore,
+)
 from beam_ckpt.transforms.runners import (
     AloneInItsStage,
     DeclareWindowing,
     NothingFn,
+    StatefulParDo,
     check_lateness,
     fires_each_timer_once,
     prepare,
@@ -551,6 +559,7 @@ class _Operator(beam.PTransform[Any, Any]):
                 "checkpoints have alignment='at_least_once', for which none does. What to do: "
                 "take one of the two."
             )
+        self._check_kept()
         window_coder = pcoll.windowing.windowfn.get_window_coder()
         operator = OperatorState(
             uid,
@@ -596,10 +605,13 @@ class _Operator(beam.PTransform[Any, Any]):
             fires_once=fires_each_timer_once(pcoll.pipeline),
             chunk_bytes=job._limits.chunk_bytes,
             fast_state_cache=fast_state_cache(pcoll.pipeline.options),
+            saved=self._saved_records(operator, saved_uid, migration) if restoring else None,
         )
-        wrapper = StatefulWrapper(self._fn, config, self._args, self._kwargs)
+        wrapper = wrap(self._fn, config, self._signature, self._args, self._kwargs)
         _check_pickles(wrapper, self._fn)
-        run = beam.ParDo(wrapper).with_output_types(
+        sides = self._signature.side_inputs
+        pardo = StatefulParDo(wrapper, *sides) if sides else beam.ParDo(wrapper)
+        run = pardo.with_output_types(
             output_types[None],
             **{SNAPSHOTS: _RECORD},
             **{tag: hint for tag, hint in output_types.items() if tag is not None},
@@ -652,6 +664,37 @@ class _Operator(beam.PTransform[Any, Any]):
             migration,
         )
         return (live, saved) | "WithRestored" >> beam.Flatten()
+
+    def _check_kept(self) -> None:
+        """Refuses what comes with an element and cannot be kept, where elements wait."""
+        asked = self._signature.process.comes_with_elements
+        job, fn = self._job, type(self._fn).__name__
+        if asked is None:
+            return
+        if self._time_sorted:
+            why, way_out = "time_sorted=True makes elements wait for their turn", "take that out"
+        elif job._epochs.every is not None and job._aligned:
+            why = "with `every` and alignment='exactly_once' elements wait for their epoch"
+            way_out = "take alignment='at_least_once', or one checkpoint at the end (every=None)"
+        else:
+            return
+        raise PipelineRefusedError(
+            f"operator {self._uid!r}: {fn}.process gets {asked}, which comes with an element and "
+            f"cannot be kept, and {why}. What to do: {way_out}; or do this work in a ParDo of its "
+            "own: join a side input upstream of the operator, finalize downstream of it."
+        )
+
+    def _saved_records(
+        self, operator: OperatorState, saved_uid: str, migration: OperatorMigration | None
+    ) -> SavedRecords | None:
+        job = self._job
+        if self._signature.process.comes_with_elements is None:
+            return None
+        assert job.restored is not None
+        read = ReadGroupFn(
+            job._store, operator, operator.lateness, job._limits, saved_uid, migration
+        )
+        return SavedRecords(read, job.restored.id, job.restored.key_group_count)
 
     def _check_saved(self, operator: OperatorState, saved_uid: str) -> OperatorMigration | None:
         """Compares the operator with what was saved of it; returns what turns that into it."""

@@ -29,6 +29,7 @@ class ClockedDoFn(beam.DoFn):
         clock: str,
         cells: Mapping[str, userstate.StateSpec],
         *,
+        arguments: Iterable[str] = (),
         process: Iterable[tuple[str, Any]] = (),
         on_clock: Iterable[tuple[str, Any]] = (),
         wall_clock: str | None = None,
@@ -41,6 +42,8 @@ class ClockedDoFn(beam.DoFn):
             cells: State cells by parameter name.
             clock_only: Those of them that ``process`` does not get: each cell that it gets costs
                 the SDK a look-up per element.
+            arguments: Parameters of ``process`` that the transform's arguments are given to,
+                after the element.
             process: More parameters of ``process`` that Beam gives, before the cells.
             on_clock: Those of ``_on_clock`` (and of ``_on_wall_clock``, which gets the dynamic tag
                 as ``tag`` besides).
@@ -58,7 +61,7 @@ class ClockedDoFn(beam.DoFn):
             userstate.on_timer(wall_family)(type(self)._on_wall_clock)  # type: ignore[attr-defined]
             own.append(("wall_clock", beam.DoFn.TimerParam(wall_family)))
         given = [(name, value) for name, value in own if name not in clock_only]
-        self._process_parameters = _split([*process, *given], before=["element"])
+        self._process_parameters = _split([*process, *given], before=["element", *arguments])
         self._clock_parameters = _split([*on_clock, *own])
         self._wall_clock_parameters: tuple[list[str], list[Any]] = ([], [])
         if wall_clock is not None:

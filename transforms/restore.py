@@ -390,8 +390,22 @@ class ReadGroupFn(beam.DoFn):
         self._saved_uid, self._migration = saved_uid or operator.uid, migration
         self._manifest: CheckpointManifest | None = None
 
+    @property
+    def operator(self) -> OperatorState:
+        """As it is now."""
+        return self._operator
+
     def process(self, element: tuple[int, int]) -> Iterator[Any]:
-        checkpoint_id, key_group = element
+        decode_key = self._operator.key_coder.decode
+        for key, window, record in self.records(*element):
+            decoded_key = decode_key(key)
+            for data in cut(record, self._limits.chunk_bytes):
+                yield WindowedValue(
+                    (decoded_key, Restored(data)), MIN_TIMESTAMP, (window,), PANE_INFO_UNKNOWN
+                )
+
+    def records(self, checkpoint_id: int, key_group: int) -> Iterator[tuple[bytes, Any, bytes]]:
+        """Yields the encoded key, the window and the whole record of each key and window."""
         if self._manifest is None or self._manifest.id != checkpoint_id:
             self._manifest = self._store.load_by_id(checkpoint_id)
         if self._manifest is None:
@@ -403,14 +417,15 @@ class ReadGroupFn(beam.DoFn):
         migration = self._migration
         source = operator if migration is None else migration.saved
         saved = self._manifest.operators[self._saved_uid]
-        (partition,) = (p for p in saved.partitions if p.partition_id == key_group)
-        table = read_chain(partition.sidecars, self._store.read_sidecar)
+        sidecars = next((p.sidecars for p in saved.partitions if p.partition_id == key_group), ())
+        if not sidecars:
+            return
+        table = read_chain(sidecars, self._store.read_sidecar)
         table = _without_given_up(table, self._manifest, self._saved_uid, operator)
-        decode_key, decode_window = operator.key_coder.decode, operator.window_coder.decode
         windows = table.column("_window").to_pylist()
         boundary = self._manifest.boundary
         for (key, record), window in zip(source.to_encoded(table), windows, strict=True):
-            decoded = decode_window(window)
+            decoded = operator.window_coder.decode(window)
             if is_over(decoded, boundary, self._lateness):
                 left = left_over(SnapshotRecord.from_bytes(record), boundary)
                 if left is None:
@@ -418,8 +433,4 @@ class ReadGroupFn(beam.DoFn):
                 record = left.to_bytes()
             if migration is not None:
                 record = migration.record(record)
-            decoded_key = decode_key(key)
-            for data in cut(record, self._limits.chunk_bytes):
-                yield WindowedValue(
-                    (decoded_key, Restored(data)), MIN_TIMESTAMP, (decoded,), PANE_INFO_UNKNOWN
-                )
+            yield key, decoded, record

@@ -17,6 +17,7 @@ from typing import Any
 
 import apache_beam as beam
 from apache_beam.options.pipeline_options import DebugOptions, DirectOptions, GoogleCloudOptions
+from apache_beam.transforms.sideinputs import SIDE_INPUT_PREFIX
 from apache_beam.transforms.timeutil import TimeDomain
 from apache_beam.transforms.window import GlobalWindows
 from apache_beam.utils.timestamp import Duration
@@ -27,6 +28,7 @@ __all__ = [
     "AloneInItsStage",
     "DeclareWindowing",
     "NothingFn",
+    "StatefulParDo",
     "check_lateness",
     "fires_each_timer_once",
     "prepare",
@@ -49,6 +51,23 @@ class DeclareWindowing(beam.ParDo):
 
     def get_windowing(self, inputs: Any) -> Any:
         return self._windowing
+
+
+class StatefulParDo(beam.ParDo):
+    """A ParDo of a stateful DoFn, which may have side inputs.
+
+    Beam's own takes the key coder from the main input or from a side input, whichever comes first
+    in a set (https://github.com/apache/beam/issues/19216), and its own way to tell side inputs
+    apart knows other names than those that it gives them.
+    """
+
+    def _get_key_and_window_coder(self, named_inputs: Any) -> Any:
+        main = {
+            name: pcoll
+            for name, pcoll in (named_inputs or {}).items()
+            if not name.startswith(SIDE_INPUT_PREFIX)
+        }
+        return super()._get_key_and_window_coder(main)
 
 
 class NothingFn(beam.DoFn):

@@ -19,7 +19,14 @@ from apache_beam.transforms.timeutil import TimeDomain
 
 from beam_ckpt.errors import PipelineRefusedError
 
-__all__ = ["AuthorCell", "Call", "Signature", "TimerDomain", "read_signature"]
+__all__ = [
+    "AuthorCell",
+    "Call",
+    "SideInput",
+    "Signature",
+    "TimerDomain",
+    "read_signature",
+]
 
 CellKind = Literal["read_modify_write", "combining", "bag", "set", "ordered_list"]
 TimerDomain = Literal["event", "processing"]
@@ -32,14 +39,6 @@ _KINDS: Mapping[type[userstate.StateSpec], CellKind] = {
     userstate.OrderedListStateSpec: "ordered_list",
 }
 # Parameters that cannot be given, with what an author can do instead.
-_REFUSED_PARAMS: Sequence[tuple[Any, str, str]] = (
-    (beam.DoFn.SideInputParam, "SideInputParam", "join the side input upstream"),
-    (
-        beam.DoFn.BundleFinalizerParam,
-        "BundleFinalizerParam",
-        "finalize in a ParDo downstream (Beam has no finalizer for an element that waited)",
-    ),
-)
 _REFUSED_PARAM_TYPES: Sequence[tuple[Any, str, str]] = (
     (beam.DoFn.RestrictionParam, "RestrictionParam", "a splittable DoFn cannot be stateful"),
     (beam.DoFn.WatermarkEstimatorParam, "WatermarkEstimatorParam", "see RestrictionParam"),
@@ -47,6 +46,13 @@ _REFUSED_PARAM_TYPES: Sequence[tuple[Any, str, str]] = (
 
 
 _CONTEXTS = (beam.DoFn.BundleContextParam, beam.DoFn.SetupContextParam)
+
+
+class SideInput:
+    """Stands for a side input in what goes to the workers, where its value comes from Beam."""
+
+
+_SIDE_INPUT = (pvalue.AsSideInput, SideInput)
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,11 @@ class AuthorCell:
 
 @dataclass(frozen=True)
 class Call:
-    """How one of the author's methods is called: parameter names by what they ask for."""
+    """How one of the author's methods is called: parameter names by what they ask for.
+
+    What is in `sides` (a side input by its place among them) and `finalizer` comes with an element
+    and cannot be kept for later, so that an operator that asks for it must let no element wait.
+    """
 
     method: str
     states: tuple[tuple[str, int], ...] = ()
@@ -85,6 +95,15 @@ class Call:
     windowed: tuple[str, ...] = ()
     contexts: tuple[tuple[str, Any], ...] = ()
     static: tuple[tuple[str, Any], ...] = ()
+    sides: tuple[tuple[str, int], ...] = ()
+    finalizer: tuple[str, ...] = ()
+
+    @property
+    def comes_with_elements(self) -> str | None:
+        """What it asks for that cannot be kept for an element that waits, in words; or `None`."""
+        if self.sides:
+            return "a side input"
+        return "DoFn.BundleFinalizerParam" if self.finalizer else None
 
 
 @dataclass(frozen=True)
@@ -97,6 +116,7 @@ class Signature:
         domains: What each of them waits for.
         process: How ``process`` is called.
         callbacks: How the callback of each timer family is called.
+        side_inputs: Of ``process``, in the order of its `Call.sides`.
     """
 
     cells: tuple[AuthorCell, ...]
@@ -104,6 +124,7 @@ class Signature:
     domains: tuple[TimerDomain, ...]
     process: Call
     callbacks: tuple[Call, ...]
+    side_inputs: tuple[pvalue.AsSideInput | SideInput, ...] = ()
 
 
 def read_signature(
@@ -113,8 +134,9 @@ def read_signature(
 
     Args:
         fn: The author's DoFn, unchanged.
-        args: Static positional arguments of the transform, for ``process`` only, as in `ParDo`.
-        kwargs: Static keyword arguments, likewise.
+        args: Positional arguments of the transform, for ``process`` only, as in `ParDo`: static
+            ones and side inputs.
+        kwargs: Keyword arguments, likewise.
 
     Raises:
         PipelineRefusedError: `fn` is not stateful, or asks for something that cannot be saved and
@@ -150,7 +172,8 @@ def read_signature(
         "event" if timer.time_domain == TimeDomain.WATERMARK else "processing" for timer in families
     )
     names = tuple(_author_name(timer) for timer in families)
-    return Signature(cells, names, domains, process, callbacks)
+    sides = tuple(a for a in [*args, *(kwargs or {}).values()] if isinstance(a, _SIDE_INPUT))
+    return Signature(cells, names, domains, process, callbacks, sides)
 
 
 def _refuse(found: str, way_out: str, cause: BaseException | None = None) -> NoReturn:
@@ -193,7 +216,7 @@ def _call(
         kind: []
         for kind in (
             "states", "timers", "element", "key", "timestamp", "window", "tag", "pane", "windowed",
-            "contexts", "static",
+            "contexts", "static", "sides", "finalizer",
         )
     }  # fmt: skip
     in_process = args is not None
@@ -204,13 +227,6 @@ def _call(
         positional = positional[1:]
     waiting = list(args or ())
     static = dict(kwargs)
-    for value in [*waiting, *static.values()]:
-        if isinstance(value, pvalue.AsSideInput):
-            _refuse(
-                f"{where} gets a side input ({value!r}), which cannot be given to an element that "
-                "waited for its epoch",
-                "join the side input upstream of the checkpointed operator",
-            )
     for name, param in with_default.items():
         if isinstance(param, core._StateDoFnParam):
             asked["states"].append((name, cells[param.state_spec]))
@@ -232,15 +248,22 @@ def _call(
             asked["windowed"].append(name)
         elif in_process and isinstance(param, _CONTEXTS):
             asked["contexts"].append((name, param))
+        elif in_process and param is beam.DoFn.BundleFinalizerParam:
+            asked["finalizer"].append(name)
+        elif in_process and param == beam.DoFn.SideInputParam:
+            positional.append(name)
         else:
             _refuse_param(where, name, param)
             positional.append(name)
+    given = [value for value in [*waiting, *static.values()] if isinstance(value, _SIDE_INPUT)]
     for name in positional:
-        if waiting:
-            asked["static"].append((name, waiting.pop(0)))
-        elif name in static:
-            asked["static"].append((name, static.pop(name)))
-        elif name not in with_default:
+        if waiting or name in static:
+            value = waiting.pop(0) if waiting else static.pop(name)
+            if isinstance(value, _SIDE_INPUT):
+                asked["sides"].append((name, next(i for i, g in enumerate(given) if g is value)))
+            else:
+                asked["static"].append((name, value))
+        elif name not in with_default or with_default[name] == beam.DoFn.SideInputParam:
             _refuse(
                 f"{where} needs an argument {name!r} that nobody gives",
                 "give it as an extra argument of CheckpointedParDo"
@@ -265,9 +288,6 @@ def _check_keyword_only(fn: beam.DoFn, method: str, where: str) -> None:
 
 
 def _refuse_param(where: str, name: str, param: Any) -> None:
-    for known, label, way_out in _REFUSED_PARAMS:
-        if param is known or (isinstance(param, core._DoFnParam) and param == known):
-            _refuse(f"{where} asks for DoFn.{label} ({name!r}), which is not supported", way_out)
     for known, label, way_out in _REFUSED_PARAM_TYPES:
         if isinstance(param, known):
             _refuse(f"{where} asks for DoFn.{label} ({name!r}), which is not supported", way_out)

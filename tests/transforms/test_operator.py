@@ -59,8 +59,9 @@ class Clock:
 class Key:
     """One key of a run, restored unless said otherwise, and the runner's cells for it."""
 
-    def __init__(self, **changes) -> None:
-        signature = read_signature(CountAndSumFn())
+    def __init__(self, fn=None, **changes) -> None:
+        self.fn = fn or CountAndSumFn()
+        signature = read_signature(self.fn)
         config = OperatorConfig(
             uid="op",
             key_coder=StrUtf8Coder(),
@@ -77,7 +78,7 @@ class Key:
         )
         config = dataclasses.replace(config, **changes)
         self.config = config
-        self.operator = KeyedOperator(CountAndSumFn(), signature, config)
+        self.operator = KeyedOperator(self.fn, signature, config)
         self.control, self.buffer, self.clock = Bag(), Bag(), Clock()
         self.cells = signature.cells
         self.growing = [Bag() for cell in self.cells if cell.kind != "read_modify_write"]
@@ -92,6 +93,14 @@ class Key:
         windowed = WindowedValue(("k", value), Timestamp(seconds), (GlobalWindow(),))
         buffers = needs_buffer(read_signature(CountAndSumFn()), self.config)
         return lambda: self.operator.process(("k", value), windowed, self.runners(buffers))
+
+    def touch(self, value):
+        """An element of an operator whose elements cannot wait, its key restored before it."""
+        windowed = WindowedValue(("k", value), Timestamp(0), (GlobalWindow(),))
+        return lambda: [
+            *self.operator.restore_at_touch(("k", value), windowed, self.runners()),
+            *self.operator.process(("k", value), windowed, self.runners()),
+        ]
 
     def fire(self, micros):
         return lambda: self.operator.on_clock("k", micros, GlobalWindow(), self.runners())
@@ -123,6 +132,42 @@ def test_a_record_that_comes_again_is_ignored():
     before = list(key.control.values)
     assert key.bundle(key.element(key.record())) == []
     assert key.control.values == before
+
+
+class Saved:
+    """Finds the record of the key."""
+
+    def __init__(self, restored) -> None:
+        self.record = restored.record
+
+    def find(self, key, window):
+        return self.record
+
+
+class EndingFn(beam.DoFn):
+    """Counts up to the saved count and one more, and ends."""
+
+    COUNT = ReadModifyWriteStateSpec("count", VarIntCoder())
+
+    def process(self, element, count=beam.DoFn.StateParam(COUNT)):
+        yield (count.read() or 0) + 1
+        count.clear()
+
+
+def test_a_key_that_was_restored_at_its_first_element_is_not_restored_again():
+    """Its record comes down the input as well, up to the gate, when the key may have ended."""
+    record = Key(EndingFn()).record()
+    key = Key(EndingFn(), saved=Saved(record), epochs=Epochs(None, 100_000_000))
+    assert key.bundle(key.touch(3)) == [3]
+    assert key.bundle(key.element(record)) == []
+    assert key.clock.set_for == {"": GATE}
+    assert key.bundle(key.touch(4)) == [1]
+    key.bundle(key.fire(GATE))
+    # The end of the key is yet to be told to the checkpoint.
+    assert key.clock.set_for == {"": 100_000_000}
+    *_, told = key.bundle(key.fire(100_000_000))
+    assert SnapshotRecord.from_bytes(told.value.value[1][1]).deleted
+    assert key.control.values == []
 
 
 def test_a_record_behind_the_gate_stops_the_run_instead_of_being_lost():

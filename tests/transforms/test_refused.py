@@ -52,13 +52,6 @@ class PaneInCallbackFn(beam.DoFn):
         return []
 
 
-class FinalizerFn(beam.DoFn):
-    def process(
-        self, element, count=beam.DoFn.StateParam(COUNT), done=beam.DoFn.BundleFinalizerParam
-    ):
-        yield element
-
-
 class KeywordOnlyFn(beam.DoFn):
     def process(self, element, *, count=beam.DoFn.StateParam(COUNT)):
         yield element
@@ -102,7 +95,6 @@ REFUSED = {
     ),
     "an unknown alignment": ((), {"alignment": "exactly"}, "alignment='exactly' is not known"),
     "an unknown late": ((), {"late": "keep"}, "late='keep' is not known"),
-    "a bundle finalizer": ((FinalizerFn(),), {}, "BundleFinalizerParam"),
     "a keyword-only parameter": ((KeywordOnlyFn(),), {}, "'count' by keyword only"),
     "a missing argument": ((ExtraFn(),), {}, "needs an argument 'factor'"),
     "an argument too many": ((ExtraFn(), 2, 3), {}, "no parameter for the extra arguments 3"),
@@ -158,15 +150,6 @@ def test_a_time_in_fractions_of_a_second_is_the_millisecond_it_names(until):
 def test_a_number_of_key_groups_out_of_range_is_refused(count):
     with pytest.raises(errors.CheckpointError, match=str(count)):
         apply(key_groups=count)
-
-
-def test_a_side_input_is_refused_with_the_way_out():
-    pipeline = beam.Pipeline(runner="FnApiRunner")
-    side = pipeline | "Side" >> beam.Create([1])
-    with pytest.raises(errors.PipelineRefusedError, match=r"side input.*upstream"):
-        CheckpointedParDo(
-            ExtraFn(), beam.pvalue.AsSingleton(side), uid="op", store="memory://refused"
-        )
 
 
 def test_two_operators_of_one_uid_are_refused():

@@ -20,7 +20,9 @@ _TIMER = struct.Struct("<HIq")
 _COUNT = struct.Struct("<I")
 _COUNTS = struct.Struct("<IIH")
 
-_LIVE, _SAVED, _OPEN, _ARMED, _HORIZON, _BUFFERED, _RESTORED, _CLOSED = (1 << i for i in range(8))
+(
+    _LIVE, _SAVED, _OPEN, _ARMED, _HORIZON, _BUFFERED, _RESTORED, _CLOSED, _GATED
+) = (1 << i for i in range(9))  # fmt: skip
 _EMPTY_LENGTH, _SPILLED_LENGTH = 0xFFFFFFFF, 0xFFFFFFFE
 
 #: Stands for a value that is kept in the overflow cell because it is large.
@@ -33,6 +35,8 @@ class Control:
     Attributes:
         live: The key's saved record has come, or it is known that there is none.
         restored: The key's saved record has come.
+        gated: The key was restored at its first element, and its record may still come down the
+            input: until the gate is passed the key is remembered, whatever becomes of it.
         closed: The run's last cut of this key is taken: what comes now belongs to the next run.
         saved: A record of this key is in the checkpoint's chain, so that emptiness has to be told.
         floor: The last wake-up of the clock: a lower bound of the watermark for this key.
@@ -58,6 +62,7 @@ class Control:
         "filled",
         "first_ready",
         "floor",
+        "gated",
         "horizon",
         "last_ready",
         "live",
@@ -72,7 +77,7 @@ class Control:
 
     def __init__(self, floor: int, live: bool, packed_cells: int) -> None:
         self.live = live
-        self.closed = self.saved = False
+        self.closed = self.saved = self.gated = False
         self.restored = False
         self.floor = floor
         self.open: int | None = None
@@ -100,6 +105,7 @@ class Control:
             | (_BUFFERED if self.buffered else 0)
             | (_RESTORED if self.restored else 0)
             | (_CLOSED if self.closed else 0)
+            | (_GATED if self.gated else 0)
         )
         out = [
             _HEAD.pack(
@@ -141,6 +147,7 @@ class Control:
         self.saved = bool(flags & _SAVED)
         self.restored = bool(flags & _RESTORED)
         self.closed = bool(flags & _CLOSED)
+        self.gated = bool(flags & _GATED)
         self.open = open_ if flags & _OPEN else None
         self.armed = armed if flags & _ARMED else None
         self.horizon = horizon if flags & _HORIZON else None

@@ -10,18 +10,20 @@ SDK commits state and timers after it, on every runner.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import apache_beam as beam
+from apache_beam import pvalue
 from apache_beam.coders import coders
 from apache_beam.transforms import userstate
 
 from beam_ckpt.transforms.clocked import ClockedDoFn
 from beam_ckpt.transforms.keyed_state.key import BufferCoder
 from beam_ckpt.transforms.keyed_state.operator import KeyedOperator, OperatorConfig, needs_buffer
-from beam_ckpt.transforms.signature import Signature, read_signature
+from beam_ckpt.transforms.signature import SideInput, Signature, read_signature
 
-__all__ = ["StatefulWrapper"]
+__all__ = ["StatefulWrapper", "wrap"]
 
 
 class StatefulWrapper(ClockedDoFn):
@@ -34,13 +36,15 @@ class StatefulWrapper(ClockedDoFn):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> None:
-        self._fn, self._config, self._args, self._kwargs = fn, config, args, dict(kwargs or {})
-        signature = read_signature(fn, args, self._kwargs)
+        self._fn, self._config = fn, config
+        self._args = tuple(_sent(value) for value in args)
+        self._kwargs = {name: _sent(value) for name, value in (kwargs or {}).items()}
+        signature = read_signature(fn, self._args, self._kwargs)
         _declare(self, signature, config)
         self._operator = KeyedOperator(fn, signature, config)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StatefulWrapper, (self._fn, self._config, self._args, self._kwargs)
+        return type(self), (self._fn, self._config, self._args, self._kwargs)
 
     def default_type_hints(self) -> Any:
         # The author's input hints are checked on the live branch; the input here may be a union.
@@ -81,6 +85,35 @@ class StatefulWrapper(ClockedDoFn):
         )
 
 
+class WithSides(StatefulWrapper):
+    """A wrapper whose ``process`` is given more, which cannot be kept: side inputs, a finalizer."""
+
+    def process(self, element: Any, *given: Any) -> Iterable[Any]:
+        operator = self._operator
+        sides = operator.sides_of_element
+        operator.sides = given[:sides]
+        windowed, runners = given[sides], given[sides + 1 :]
+        restored = operator.restore_at_touch(element, windowed, runners)
+        outputs = operator.process(element, windowed, runners)
+        return chain(restored, outputs) if restored else outputs
+
+
+def wrap(
+    fn: beam.DoFn,
+    config: OperatorConfig,
+    signature: Signature,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> StatefulWrapper:
+    """Returns the wrapper for what an author's ``process`` asks for."""
+    wrapper = WithSides if signature.process.comes_with_elements else StatefulWrapper
+    return wrapper(fn, config, args, kwargs)
+
+
+def _sent(value: Any) -> Any:
+    return SideInput() if isinstance(value, pvalue.AsSideInput) else value
+
+
 def _declare(dofn: StatefulWrapper, signature: Signature, config: OperatorConfig) -> None:
     """Declares the cells: one for control and small values, the buffer, bags and sets.
 
@@ -95,10 +128,14 @@ def _declare(dofn: StatefulWrapper, signature: Signature, config: OperatorConfig
         elif cell.kind in ("bag", "set"):
             cells[f"cell{i}"] = cell.spec
     cells["buffer"] = userstate.BagStateSpec("ckpt_buffer", BufferCoder(config.value_coder))
+    given: list[tuple[str, Any]] = [("windowed", beam.DoFn.WindowedValueParam)]
+    if signature.process.finalizer:
+        given.insert(0, ("finalizer", beam.DoFn.BundleFinalizerParam))
     dofn.declare(
         f"ckpt_clock_{config.uid}",
         cells,
-        process=[("windowed", beam.DoFn.WindowedValueParam)],
+        arguments=[f"side{i}" for i in range(len(signature.side_inputs))],
+        process=given,
         on_clock=[
             ("key", beam.DoFn.KeyParam),
             ("timestamp", beam.DoFn.TimestampParam),

@@ -391,6 +391,7 @@ class KeyState:
             and not control.carried
             and not control.wall_timers
             and not control.closed
+            and not control.gated
             and not any(value is not None for value in control.values)
         ):
             if self._versions:
@@ -472,7 +473,7 @@ class KeyState:
                 first = control.first_ready
             if last is None or control.last_ready > last:
                 last = control.last_ready
-        if first is not None and first < GATE:
+        if control.gated or (first is not None and first < GATE):
             first = GATE
         horizon = None
         if two_clocks and first is not None and last is not None and last > first:
@@ -503,6 +504,7 @@ class KeyState:
             control.floor = fired
         if fired >= GATE:
             control.live = True
+            control.gated = False
 
 
 _GROWING: dict[str, Any] = {"bag": BagCell, "set": SetCell, "ordered_list": OrderedListCell}

@@ -11,7 +11,7 @@ the case does not need.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from beam_ckpt.keygroups import key_group
 from beam_ckpt.transforms.chunks import CHUNK_BYTES, cut, is_chunk
 from beam_ckpt.transforms.elements import Restored
 from beam_ckpt.transforms.fast_state_cache import correct_state_cache
+from beam_ckpt.transforms.first_touch import SavedRecords
 from beam_ckpt.transforms.graph import NO_EVENT_TIME
 from beam_ckpt.transforms.keyed_state.clock import BEFORE_ALL, DRAINED, MS, NO_EXPIRY, Epochs
 from beam_ckpt.transforms.keyed_state.control import Control
@@ -64,6 +65,7 @@ class OperatorConfig:
         marks_drained: Whether the end of the input is the drain of a stream, to be told.
         fires_once: Whether the runner fires a timer at most once for each time that it was set.
         fast_state_cache: Whether to correct how Beam's state cache measures, if that can be.
+        saved: The saved records by key, for an operator whose elements cannot wait for theirs.
         on_missing: What becomes of saved timers whose family the DoFn has no more: ``"error"`` or
             ``"drop"``.
         aligned: Whether elements wait for their epoch. Otherwise they count in every checkpoint
@@ -96,6 +98,7 @@ class OperatorConfig:
     chunk_bytes: int = CHUNK_BYTES
     fires_once: bool = False
     fast_state_cache: bool = False
+    saved: SavedRecords | None = None
 
 
 def _never_waits(config: OperatorConfig) -> bool:
@@ -155,6 +158,11 @@ class KeyedOperator:
         self._tie_coder = config.value_coder if config.time_sorted else None
         self._element_names = signature.process.element
         self._timestamp_names = signature.process.timestamp
+        # What comes with an element and cannot be kept: side inputs, then the bundle's finalizer.
+        process = signature.process
+        self.sides: Sequence[Any] = ()
+        self.sides_of_element = len(signature.side_inputs) + len(process.finalizer[:1])
+        self._given = (*process.sides, *((name, -1) for name in process.finalizer))
         self._windows, self._aligned = config.windows, config.aligned
         self._sorted = config.time_sorted
         self._has_wall_timers = "processing" in signature.domains
@@ -295,6 +303,8 @@ class KeyedOperator:
             arguments[name] = windowed.timestamp
         if self._keeps_pane:
             self._give_pane(arguments, windowed)
+        for name, place in self._given:
+            arguments[name] = self.sides[place]
         if self._element_names:
             for name in self._element_names:
                 arguments[name] = element
@@ -308,6 +318,32 @@ class KeyedOperator:
         if self._may_carry:
             return self._watch(state, outputs)
         return outputs  # type: ignore[no-any-return]
+
+    def restore_at_touch(
+        self, element: Any, windowed: Any, runners: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Restores an element's key before it, for what cannot wait; returns carried outputs.
+
+        The record comes down the input as well, before the gate: it is ignored then, which
+        `Control.gated` is for.
+        """
+        saved = self._config.saved
+        key, value = element
+        window = windowed.windows[0]
+        slot = (key, window) if self._windows else key
+        if saved is None or type(value) is Restored or not isinstance(slot, Hashable):
+            return ()
+        state = self._keys.get(slot)
+        if state is None:
+            state = self._load(slot, key, window, runners)
+        if state.control.live:
+            return ()
+        record = saved.find(key, window)
+        if record is None:
+            state.control.live = True
+            return ()
+        state.control.gated = True
+        return list(self._restore(state, Restored(record)))
 
     def _load(
         self, slot: Any, key: Any, window: Any, runners: Sequence[Any], buffers: bool = True
