@@ -42,7 +42,7 @@ FEW = {
 }
 MANY = {
     "FnApiRunner-batch": (100, 40),
-    "BundleBasedDirectRunner-stream": (140, 8),
+    "BundleBasedDirectRunner-stream": (140, 40),
     "PrismRunner-batch": (20, 10),
     "PrismRunner-stream": (20, 10),
     "PrismRunner-live": (10, 5),

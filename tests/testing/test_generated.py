@@ -77,6 +77,14 @@ def test_generated_dofns_are_cut_exactly_whatever_a_runner_does(record_property)
     holds_for(FEW, record_property)
 
 
+@pytest.mark.parametrize("least", [0, 2])
+def test_values_that_are_spilled_are_cut_exactly(least, monkeypatch, record_property):
+    """Values of more bytes than that are kept outside the control cell: all of them, and some."""
+    monkeypatch.setattr(key_module, "SPILL_BYTES", least)
+    monkeypatch.setattr(operator_module, "is_small", lambda coder: False)
+    holds_for(FEW // 4, record_property)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_generated_dofns_are_cut_exactly_whatever_a_runner_does_at_length(record_property):
