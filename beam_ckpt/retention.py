@@ -154,6 +154,31 @@ class _Both(RetentionPolicy):
 
 
 @dataclass(frozen=True)
+class KeepOnBothSides(RetentionPolicy):
+    """A policy for the checkpoints up to one, and again for those after it.
+
+    What a stream publishes while it is drained does not stand in for what was before.
+
+    Attributes:
+        policy: For each side.
+        last: Id of the last one on the older side.
+    """
+
+    policy: RetentionPolicy
+    last: int
+
+    def keep(self, checkpoints: Sequence[RetentionFacts], now_ms: int) -> frozenset[int]:
+        """See `RetentionPolicy.keep`."""
+        older = [c for c in checkpoints if c.id <= self.last]
+        newer = checkpoints[len(older) :]
+        return self.policy.keep(older, now_ms) | self.policy.keep(newer, now_ms)
+
+    def __str__(self) -> str:
+        """Both sides."""
+        return f"{self.policy} up to {self.last}, {self.policy} after it"
+
+
+@dataclass(frozen=True)
 class PruneReport:
     """What a prune deleted, or with `dry_run` would delete.
 

@@ -38,7 +38,7 @@ from beam_ckpt.manifest import (
     new_checkpoint_id,
     uuid7_millis,
 )
-from beam_ckpt.retention import RetentionPolicy
+from beam_ckpt.retention import KeepOnBothSides, RetentionPolicy
 from beam_ckpt.store import CheckpointStore
 from beam_ckpt.transforms.clocked import ClockedDoFn
 from beam_ckpt.transforms.columns import OperatorState
@@ -232,8 +232,8 @@ class CommitFn(ClockedDoFn):
         base = self._base(state)
         last = boundary >= self._last
         watermark = self._cut(boundary)
-        if news.draining or (watermark is None and self._marks_drained):
-            state.draining = True
+        if not state.draining and (news.draining or (watermark is None and self._marks_drained)):
+            state.draining, state.before_drain = True, None if base is None else base.id
         if last:
             state.ended = True
         if self._skips and not news and base is not None and base.watermark == watermark:
@@ -257,8 +257,7 @@ class CommitFn(ClockedDoFn):
             raise
         self._measure(manifest, base, new, time.monotonic() - began)
         state.boundary, state.base_id = boundary, manifest.id
-        # What was before a drain is what the next run may want.
-        pruned = 0 if state.draining else self._prune()
+        pruned = self._prune(state)
         self._committed.inc()
         self._pruned.inc(pruned)
         size = sum(sidecar.entry.size_bytes for sidecar in new)
@@ -321,9 +320,13 @@ class CommitFn(ClockedDoFn):
             self._lag.update(now - boundary)
             self._committed_boundary.set(boundary)
 
-    def _prune(self) -> int:
+    def _prune(self, state: _Progress) -> int:
+        keep = self._keep
+        if state.draining and state.before_drain is not None:
+            # What was before a drain is what the next run may want.
+            keep = KeepOnBothSides(keep, state.before_drain)
         try:
-            return len(self._store.prune(self._keep).deleted)
+            return len(self._store.prune(keep).deleted)
         except InvalidCheckpointError as error:
             # What cannot be read may still be wanted, and publishing must go on.
             self._not_pruned.inc()
@@ -454,7 +457,7 @@ class _News:
 class _Progress:
     """The committer's memory. Times in µs."""
 
-    __slots__ = ("base_id", "boundary", "draining", "due", "ended", "generation")
+    __slots__ = ("base_id", "before_drain", "boundary", "draining", "due", "ended", "generation")
 
     def __init__(self) -> None:
         self.due: int | None = None
@@ -462,6 +465,7 @@ class _Progress:
         self.base_id: int | None = None
         self.boundary: int | None = None
         self.ended = self.draining = False
+        self.before_drain: int | None = None
 
     @classmethod
     def load(cls, cell: Any) -> _Progress:
@@ -469,12 +473,14 @@ class _Progress:
         data = cell.read()
         if data is not None:
             (
-                self.due, self.generation, self.base_id, self.boundary, self.ended, self.draining
+                self.due, self.generation, self.base_id, self.boundary, self.ended, self.draining,
+                self.before_drain,
             ) = json.loads(data)  # fmt: skip
         return self
 
     def store(self, cell: Any) -> None:
         values = [
-            self.due, self.generation, self.base_id, self.boundary, self.ended, self.draining
+            self.due, self.generation, self.base_id, self.boundary, self.ended, self.draining,
+            self.before_drain,
         ]  # fmt: skip
         cell.write(json.dumps(values).encode())

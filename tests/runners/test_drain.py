@@ -61,8 +61,10 @@ def test_the_next_stream_starts_before_the_drain_and_misses_nothing(runner, stor
     assert exact, marks
     assert marks[max(marks)]
     assert manifests[max(marks)].boundary is None
-    # Drained ones are the newest ones, and nothing before them was pruned while they came.
+    # Drained ones are the newest ones, and have not taken the place of what was before them.
     assert exact == [id for id in marks if id < min(id for id, d in marks.items() if d)]
+    assert len(exact) == 2
+    assert len(marks) == 4, "while it was drained nothing was pruned"
     boundary = manifests[max(exact)].boundary
     assert boundary is not None
 
