@@ -11,6 +11,9 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Callable, Sequence
+
+from beam_ckpt._unpickle import beam_time, unpickled
 
 __all__ = ["UNTYPED", "as_json"]
 
@@ -22,29 +25,37 @@ _PICKLED = 0xFF
 _MAX_DEPTH = 64
 
 
-def as_json(data: bytes) -> str:
+def as_json(data: bytes, *, parts: Sequence[str] = (), unsafe_unpickle: bool = False) -> str:
     """Returns a value as JSON.
 
     Tuples and sets are lists; a mapping is an object where all its keys are text and else a list of
     pairs; bytes are ``"0x..."``; what JSON has no number for is ``"nan"``, ``"inf"`` or ``"-inf"``.
-    A pickle, or what is no value of this coder, is ``{"undecoded": "0x..."}``.
+    Beam's `Timestamp` and `Duration`, which it pickles, are told without opening the pickle, as ISO
+    8601. Any other pickle, or what is no value of this coder, is ``{"undecoded": "0x..."}``.
 
     Args:
         data: What the coder wrote.
+        parts: Names of the parts of a tuple of as many, which is an object then.
+        unsafe_unpickle: Open pickles, which runs the code that they name.
 
     >>> as_json(bytes([6, 2, 1, 12, 1, 4]))
     '[12, 4]'
     """
+    opened = unpickled if unsafe_unpickle else _undecoded
     try:
-        value, end = _value(data, 0, False, _MAX_DEPTH)
+        value, end = _value(data, 0, False, _MAX_DEPTH, opened)
         if end != len(data):
             raise ValueError("bytes are left over")
+        if parts and data[0] == _TUPLE and isinstance(value, list) and len(value) == len(parts):
+            value = dict(zip(parts, value, strict=True))
     except (ValueError, IndexError, struct.error):
         value = _undecoded(data)
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def _value(data: bytes, at: int, nested: bool, depth: int) -> tuple[object, int]:
+def _value(
+    data: bytes, at: int, nested: bool, depth: int, opened: Callable[[bytes], object]
+) -> tuple[object, int]:
     if depth == 0:
         raise ValueError("nested too deeply")
     kind = data[at]
@@ -63,31 +74,37 @@ def _value(data: bytes, at: int, nested: bool, depth: int) -> tuple[object, int]
         raw, at = _raw(data, at, nested)
         if kind == _TEXT:
             return raw.decode("utf-8"), at
-        return ("0x" + raw.hex() if kind == _BYTES else _undecoded(raw)), at
+        if kind == _BYTES:
+            return "0x" + raw.hex(), at
+        return beam_time(raw) or opened(raw), at
     if kind in (_LIST, _TUPLE, _SET):
-        return _items(data, at, depth)
+        return _items(data, at, depth, opened)
     if kind == _DICT:
-        return _mapping(data, at, depth)
+        return _mapping(data, at, depth, opened)
     raise ValueError(f"kind {kind} is not known here")
 
 
-def _items(data: bytes, at: int, depth: int) -> tuple[list[object], int]:
+def _items(
+    data: bytes, at: int, depth: int, opened: Callable[[bytes], object]
+) -> tuple[list[object], int]:
     count, at = _count(data, at)
     items = []
     for _ in range(count):
-        item, at = _value(data, at, True, depth - 1)
+        item, at = _value(data, at, True, depth - 1, opened)
         items.append(item)
     return items, at
 
 
-def _mapping(data: bytes, at: int, depth: int) -> tuple[object, int]:
+def _mapping(
+    data: bytes, at: int, depth: int, opened: Callable[[bytes], object]
+) -> tuple[object, int]:
     count, at = _count(data, at)
     pairs = []
     text = True
     for _ in range(count):
         text = text and data[at] == _TEXT
-        key, at = _value(data, at, True, depth - 1)
-        value, at = _value(data, at, True, depth - 1)
+        key, at = _value(data, at, True, depth - 1, opened)
+        value, at = _value(data, at, True, depth - 1, opened)
         pairs.append((key, value))
     if text:
         return {str(key): value for key, value in pairs}, at

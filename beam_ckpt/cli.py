@@ -10,7 +10,8 @@ those of `beam_ckpt.cli_query`: timers, history, diff, sql, export; those of
 `beam_ckpt.cli_rewrite`: rewrite, forget.
 
 STORE is a path or a URL (`gs://bucket/ckpt/job`). What is here never writes to it, and cells that
-only the author's coder can read are shown as bytes: nothing is unpickled. With `--json` each
+only the author's coder can read are shown as bytes: nothing is unpickled, unless told
+`--unsafe-unpickle`. With `--json` each
 command prints one JSON object per line to stdout (bytes as `0x...`, event times as ISO 8601 in
 UTC); messages and progress go to stderr.
 
@@ -72,7 +73,7 @@ USAGE, NOT_FOUND, STORAGE = 2, 3, 4
 
 app = typer.Typer(
     name="beam-ckpt",
-    help="Look at the checkpoints of a store and maintain them. Nothing is unpickled.",
+    help="Look at the checkpoints of a store and maintain them. Nothing is unpickled unasked.",
     epilog="Exit status: 0 done, 1 damaged or refused, 2 usage, 3 not found, 4 storage failed.",
     add_completion=False,
     no_args_is_help=True,
@@ -262,6 +263,8 @@ def state(
     ] = None,
     limit: Annotated[int, typer.Option(help="Rows at most; 0 for all.", min=0)] = 20,
     as_bytes: cli_query.Bytes = False,
+    unsafe_unpickle: cli_query.Unsafe = False,
+    schema: cli_query.Schemas = None,
     as_json: Json = False,
 ) -> None:
     """Prints rows of an operator's state, one per key and window."""
@@ -270,9 +273,8 @@ def state(
     rows: list[dict[str, object]] = []
     columns: list[str] = []
     wanted = None if key is None else cli_query.typed_key(manifest, operator, key)
-    for table in inspect.state_by_key_group(
-        opened, operator, at=manifest.id, key=wanted, untyped=cli_query.untyped(as_bytes)
-    ):
+    ways = cli_query.reading(as_bytes, unsafe_unpickle, schema)
+    for table in inspect.state_by_key_group(opened, operator, at=manifest.id, key=wanted, **ways):
         columns = columns or _columns(table, cell)
         found = (
             table if key is None or wanted is not None else table.filter(_is_key(table["key"], key))

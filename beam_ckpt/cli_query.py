@@ -9,7 +9,8 @@
 None of them writes to the store. A KEY is text, a number, `0x...` bytes, or a JSON list for a key
 of several parts. With `--json` each prints one JSON object per line to stdout (bytes as `0x...`,
 event times as ISO 8601 in UTC). Cells whose coder nobody chose are shown as JSON, unless `--bytes`;
-what is pickled in them is not opened. `export` writes a file whole or not at all.
+what is pickled in them is not opened, unless `--unsafe-unpickle`. Cells of protobuf and Avro are
+structs where `--schema` says what their bytes mean. `export` writes a file whole or not at all.
 
 Exit status:
 
@@ -31,7 +32,7 @@ from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO
+from typing import TYPE_CHECKING, Annotated, BinaryIO, TypedDict
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -47,19 +48,35 @@ from beam_ckpt._rows import as_json as to_json
 from beam_ckpt._rows import plain_rows, shown
 from beam_ckpt._terminal import Json, StoreArgument, print_json, printable
 from beam_ckpt.inspect._duckdb import StateView, views
-from beam_ckpt.inspect._readable import WINDOW_TIMES, Untyped
+from beam_ckpt.inspect._readable import WINDOW_TIMES, Reading, Untyped
+from beam_ckpt.inspect._schemas import Schema, decoders, schemas_in
 from beam_ckpt.store import open_store
 
 if TYPE_CHECKING:
     from beam_ckpt.manifest import CheckpointManifest
 
-__all__ = ["Bytes", "given_key", "register", "typed_key", "untyped"]
+__all__ = ["Bytes", "Schemas", "Unsafe", "given_key", "reading", "register", "typed_key"]
 
 Operator = Annotated[str, typer.Argument(help="The operator's uid.", metavar="OPERATOR")]
 At = Annotated[int | None, typer.Option(help="Checkpoint id; default: the newest valid one.")]
 Limit = Annotated[int, typer.Option(help="Rows at most; 0 for all.", min=0)]
 Bytes = Annotated[
     bool, typer.Option("--bytes", help="Cells without a type as Beam wrote them, not as JSON.")
+]
+Unsafe = Annotated[
+    bool,
+    typer.Option(
+        "--unsafe-unpickle",
+        help="Open pickles, which runs the code that they name: only if nobody else writes here.",
+    ),
+]
+Schemas = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--schema",
+        help="For cells of Avro (.avsc) or protobuf (a descriptor set of protoc).",
+        metavar="FILE",
+    ),
 ]
 Cells = Annotated[list[str] | None, typer.Option("--cell", help="Only these cells.")]
 
@@ -102,12 +119,16 @@ def history(
     key: Annotated[str, typer.Argument(help="The key.", metavar="KEY")],
     cell: Cells = None,
     as_bytes: Bytes = False,
+    unsafe_unpickle: Unsafe = False,
+    schema: Schemas = None,
     as_json: Json = False,
 ) -> None:
     """Shows what one key's state was at each retained checkpoint, the oldest first."""
     opened = open_store(store, create=False)
     wanted = given_key(inspect.find_checkpoint(opened), operator, key)
-    table = inspect.history(opened, operator, wanted, cells=cell, untyped=untyped(as_bytes))
+    table = inspect.history(
+        opened, operator, wanted, cells=cell, **reading(as_bytes, unsafe_unpickle, schema)
+    )
     hidden = {"epoch", "problem", "_key", "_window", "_carried"}
     columns = [name for name in table.column_names if name not in hidden]
     problems = [row for row in table.select(["id", "problem"]).to_pylist() if row["problem"]]
@@ -128,6 +149,8 @@ def diff(
     ] = None,
     limit: Limit = 50,
     as_bytes: Bytes = False,
+    unsafe_unpickle: Unsafe = False,
+    schema: Schemas = None,
     as_json: Json = False,
 ) -> None:
     """Shows which keys changed between two checkpoints, and how.
@@ -142,7 +165,7 @@ def diff(
             text = f"operator {uid} is only in checkpoint {a if uid in before else b}"
             Console(stderr=True).print(text, markup=False)
             continue
-        found = inspect.diff(opened, a, b, uid, untyped=untyped(as_bytes))
+        found = inspect.diff(opened, a, b, uid, **reading(as_bytes, unsafe_unpickle, schema))
         if as_json:
             print_json({"operator": uid} | row for row in plain_rows(found))
             continue
@@ -171,6 +194,8 @@ def sql(
     at: At = None,
     limit: Limit = 100,
     as_bytes: Bytes = False,
+    unsafe_unpickle: Unsafe = False,
+    schema: Schemas = None,
     as_json: Json = False,
 ) -> None:
     """Runs a query over the state; each operator is a table of its name.
@@ -184,7 +209,8 @@ def sql(
     except ImportError:
         raise typer.BadParameter("it needs DuckDB: pip install 'beam-ckpt[sql]'") from None
     opened = open_store(store, create=False)
-    tables = views(opened, at="latest" if at is None else at, untyped=untyped(as_bytes))
+    ways = Reading.of(**reading(as_bytes, unsafe_unpickle, schema))
+    tables = views(opened, at="latest" if at is None else at, reading=ways)
     connection = duckdb.connect()
     try:
         for uid, view in tables.items():
@@ -212,6 +238,8 @@ def export(
     at: At = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
     as_bytes: Bytes = False,
+    unsafe_unpickle: Unsafe = False,
+    schema: Schemas = None,
 ) -> None:
     """Writes all of an operator's state, one row per key and window, key group by key group.
 
@@ -223,7 +251,8 @@ def export(
         raise typer.BadParameter(f"{output} exists: choose another name, or --force")
     opened = open_store(store, create=False)
     manifest = inspect.find_checkpoint(opened, "latest" if at is None else at)
-    rows = StateView(opened, manifest, operator, untyped(as_bytes))
+    ways = Reading.of(**reading(as_bytes, unsafe_unpickle, schema))
+    rows = StateView(opened, manifest, operator, ways)
     if output is None:
         _write(rows, format, sys.stdout.buffer)
         sys.stdout.flush()
@@ -239,9 +268,34 @@ def export(
 _NOT_SHOWN = frozenset({"change", "key", "_key", "_window", *WINDOW_TIMES, "_updated", "_carried"})
 
 
-def untyped(as_bytes: bool) -> Untyped:
-    """What the option `--bytes` means."""
-    return "bytes" if as_bytes else "json"
+class Ways(TypedDict):
+    """Of reading cells, as `inspect.state` takes them."""
+
+    untyped: Untyped
+    unsafe_unpickle: bool
+    schemas: list[Schema]
+
+
+def reading(as_bytes: bool, unsafe_unpickle: bool, files: list[Path] | None) -> Ways:
+    """Returns what the options `--bytes`, `--unsafe-unpickle` and `--schema` mean.
+
+    Raises:
+        typer.BadParameter: Two of them do not go together, or a file has no schema.
+    """
+    if as_bytes and unsafe_unpickle:
+        raise typer.BadParameter("take one of the two", param_hint="--bytes / --unsafe-unpickle")
+    schemas: list[Schema] = []
+    try:
+        for path in files or ():
+            schemas += schemas_in(path)
+        decoders(schemas)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--schema") from None
+    if unsafe_unpickle:
+        said = "pickles are opened: the code that they name runs"
+        Console(stderr=True).print(said, style="yellow", markup=False)
+    untyped: Untyped = "bytes" if as_bytes else "json"
+    return {"untyped": untyped, "unsafe_unpickle": unsafe_unpickle, "schemas": schemas}
 
 
 def typed_key(manifest: CheckpointManifest, operator: str, text: str) -> object | None:

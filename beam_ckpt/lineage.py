@@ -139,5 +139,5 @@ def stands_on(base: CheckpointManifest, uid: str, spec: OperatorSpec) -> bool:
     """
     saved = base.pipeline.operators.get(uid) if base.pipeline else None
     return saved is None or all(
-        spec.cells[name] == cell for name, cell in saved.cells.items() if name in spec.cells
+        spec.cells[name].same_form(cell) for name, cell in saved.cells.items() if name in spec.cells
     )

@@ -297,13 +297,6 @@ class RunIdentity(_Record):
     run_id: RunId
 
 
-class CellSpec(_Record):
-    """A state cell: its kind (`read_modify_write`, `bag`, `set`, ...) and coder identity."""
-
-    kind: Uid
-    coder: str
-
-
 class _Later(_Record):
     """A part of a record that has got fields since: they are stored only where they say something.
 
@@ -317,6 +310,27 @@ class _Later(_Record):
             if values.get(name) == value:
                 del values[name]
         return values
+
+
+class CellSpec(_Later):
+    """A state cell.
+
+    Attributes:
+        kind: `read_modify_write`, `bag`, `set`, ...
+        coder: Identity of its coder.
+        combiner: Of a combining cell: which combiner's accumulator it holds, such as
+            ``MeanCombineFn``; empty for another kind, and where it was not recorded.
+    """
+
+    kind: Uid
+    coder: str
+    combiner: str = ""
+
+    _omitted: ClassVar[Mapping[str, object]] = {"combiner": ""}
+
+    def same_form(self, other: CellSpec) -> bool:
+        """Whether the bytes of one are those of the other."""
+        return (self.kind, self.coder) == (other.kind, other.coder)
 
 
 class OperatorSpec(_Later):

@@ -130,7 +130,7 @@ class WriteState(beam.PTransform[Any, Any]):
         self._uid, self._replace = uid, replace
         self._boundary = event_time("boundary", boundary)
         signature = signature_of(cells)
-        self._cells = tuple(CellState(c.name, c.kind, c.coder) for c in signature.cells)
+        self._cells = tuple(CellState(c.name, c.kind, c.coder, c.combiner) for c in signature.cells)
         if not self._cells:
             raise PipelineRefusedError(
                 f"the DoFn of WriteState {uid!r} has no state cells. What to do: give the one "

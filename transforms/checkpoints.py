@@ -565,7 +565,7 @@ class _Operator(beam.PTransform[Any, Any]):
             uid,
             key_coder,
             window_coder,
-            tuple(CellState(c.name, c.kind, c.coder) for c in self._signature.cells),
+            tuple(CellState(c.name, c.kind, c.coder, c.combiner) for c in self._signature.cells),
             self._time_sorted,
             Duration.of(pcoll.windowing.allowed_lateness).micros,
             window_identity(pcoll.windowing.windowfn),

@@ -239,6 +239,7 @@ class CellState:
         kind: ``"read_modify_write"`` or ``"combining"`` (its accumulator): one value; ``"bag"``,
             ``"set"`` or ``"ordered_list"`` (of time in microseconds and value): many.
         coder: The coder of its values.
+        combiner: Of a combining cell; see `CellSpec`.
 
     Raises:
         PipelineRefusedError: The kind is not one of these.
@@ -247,6 +248,7 @@ class CellState:
     name: str
     kind: str
     coder: Coder
+    combiner: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in _ONE_VALUE | _MANY_VALUES:
@@ -297,7 +299,9 @@ class OperatorState:
             key_coder=coder_identity(self.key_coder),
             window_coder=coder_identity(self.window_coder),
             cells={
-                cell.name: CellSpec(kind=cell.kind, coder=coder_identity(cell.coder))
+                cell.name: CellSpec(
+                    kind=cell.kind, coder=coder_identity(cell.coder), combiner=cell.combiner
+                )
                 for cell in self.cells
             },
             time_sorted=self.time_sorted,

@@ -131,7 +131,7 @@ def plan_migration(
     for cell in operator.cells:
         before = saved.cells.get(cell.name)
         given = migrations.get((operator.uid, cell.name))
-        if before is None or before == spec.cells[cell.name] or given is None:
+        if before is None or before.same_form(spec.cells[cell.name]) or given is None:
             cells.append(cell)
             continue
         coder, fn = given if _with_coder(given) else (None, given)

@@ -280,7 +280,7 @@ def check_compatible(
                     f"cell {name!r} was saved and the DoFn has no such cell",
                     "put it back, or give it up by on_missing='drop'",
                 )
-        elif name not in migrated and now != cell:
+        elif name not in migrated and not now.same_form(cell):
             before, after = f"with {cell.coder}", now.coder
             if now.kind != cell.kind:
                 before, after = f"as {cell.kind}", f"{now.kind}"

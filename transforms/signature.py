@@ -74,6 +74,21 @@ class AuthorCell:
     coder: Any
     combine_fn: Any = None
 
+    @property
+    def combiner(self) -> str:
+        """Name of its combiner, as a manifest has it; empty where it has none."""
+        fn = self.combine_fn
+        if fn is None:
+            return ""
+        kind = type(fn)
+        if kind.__module__.split(".")[0] != "apache_beam":
+            return f"{kind.__module__}.{kind.__qualname__}"
+        wrapped = getattr(fn, "_fn", None)
+        called = getattr(wrapped, "__qualname__", None)
+        if isinstance(fn, core.CallableWrapperCombineFn) and called is not None:
+            return f"{kind.__qualname__}[{getattr(wrapped, '__module__', '')}.{called}]"
+        return str(kind.__qualname__)
+
 
 @dataclass(frozen=True)
 class Call:

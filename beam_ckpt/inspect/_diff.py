@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from beam_ckpt.inspect._catalog import AnyStore, At, find_checkpoint, find_operator, open_existing
-from beam_ckpt.inspect._readable import WINDOW_TIMES, Untyped, readable_rows
+from beam_ckpt.inspect._readable import WINDOW_TIMES, Reading, Untyped, readable_rows
+from beam_ckpt.inspect._schemas import Schema
 from beam_ckpt.inspect._state import one_table, read_group, together
 from beam_ckpt.manifest import CheckpointManifest, PartitionSnapshotEntry
 from beam_ckpt.store import CheckpointStore
@@ -30,7 +31,16 @@ for each cell, `_timers`, `_carried` and `_updated`. `change` is `added`, `remov
 _IDENTITY = ("key", "_key", "_window", *WINDOW_TIMES)
 
 
-def diff(store: AnyStore, a: At, b: At, uid: str, *, untyped: Untyped = "bytes") -> pa.Table:
+def diff(
+    store: AnyStore,
+    a: At,
+    b: At,
+    uid: str,
+    *,
+    untyped: Untyped = "bytes",
+    unsafe_unpickle: bool = False,
+    schemas: Iterable[Schema] = (),
+) -> pa.Table:
     """Compares the state of one operator in two checkpoints.
 
     Key groups whose files are the same in both are not read, so that the difference between
@@ -41,6 +51,8 @@ def diff(store: AnyStore, a: At, b: At, uid: str, *, untyped: Untyped = "bytes")
         a: The id of the one before, or `latest`.
         b: The id of the one after, or `latest`.
         uid: The operator.
+        unsafe_unpickle: See `state`.
+        schemas: See `state`.
         untyped: See `state`. As JSON a list and a tuple of the same items are the same.
 
     Returns:
@@ -51,9 +63,9 @@ def diff(store: AnyStore, a: At, b: At, uid: str, *, untyped: Untyped = "bytes")
         CheckpointNotFoundError: There is no store, no such checkpoint, or no such operator in it.
         InvalidCheckpointError: A sidecar is damaged.
     """
-    opened = open_existing(store)
+    opened, reading = open_existing(store), Reading.of(untyped, unsafe_unpickle, schemas)
     before, after = find_checkpoint(opened, a), find_checkpoint(opened, b)
-    tables = [_compare(*pair) for pair in _pairs(opened, before, after, uid, untyped)]
+    tables = [_compare(*pair) for pair in _pairs(opened, before, after, uid, reading)]
     found = [table for table in tables if len(table)] or tables[:1]
     if not found:
         return pa.schema([DIFF.field(0), pa.field("key", pa.null()), *list(DIFF)[1:]]).empty_table()
@@ -65,14 +77,14 @@ def _pairs(
     before: CheckpointManifest,
     after: CheckpointManifest,
     uid: str,
-    untyped: Untyped,
+    reading: Reading,
 ) -> Iterator[tuple[pa.Table, pa.Table]]:
     """Yields rows of both sides that can be compared with each other alone."""
 
     def read(manifest: CheckpointManifest, partition: PartitionSnapshotEntry | None) -> pa.Table:
         if partition is None:
             return pa.table({})
-        return readable_rows(read_group(store, partition), manifest, uid, untyped)
+        return readable_rows(read_group(store, partition), manifest, uid, reading)
 
     old, new = (
         {p.partition_id: p for p in find_operator(manifest, uid, store).partitions}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from beam_ckpt.errors import CheckpointError
 from beam_ckpt.inspect._catalog import AnyStore, At, find_checkpoint, find_operator, open_existing
-from beam_ckpt.inspect._readable import Untyped, readable_rows
+from beam_ckpt.inspect._readable import Reading, Untyped, readable_rows
+from beam_ckpt.inspect._schemas import Schema
 from beam_ckpt.inspect._state import read_group
 from beam_ckpt.manifest import CheckpointManifest, PartitionSnapshotEntry
 from beam_ckpt.store import CheckpointStore
@@ -20,7 +21,14 @@ if TYPE_CHECKING:
 __all__ = ["StateView", "duckdb", "views"]
 
 
-def duckdb(store: AnyStore, *, at: At = "latest", untyped: Untyped = "bytes") -> DuckDBPyConnection:
+def duckdb(
+    store: AnyStore,
+    *,
+    at: At = "latest",
+    untyped: Untyped = "bytes",
+    unsafe_unpickle: bool = False,
+    schemas: Iterable[Schema] = (),
+) -> DuckDBPyConnection:
     """Returns a DuckDB connection, in memory, in which each operator is a view of its name.
 
     A query reads the operators that it names, key group by key group, from wherever the store is;
@@ -31,6 +39,8 @@ def duckdb(store: AnyStore, *, at: At = "latest", untyped: Untyped = "bytes") ->
         store: A path, a URL or a store.
         at: The id of a checkpoint; `latest` is the newest valid one.
         untyped: See `state`; what is ``"json"`` is text for DuckDB's JSON functions.
+        unsafe_unpickle: See `state`.
+        schemas: See `state`.
 
     Raises:
         ImportError: DuckDB is not installed: ``pip install 'beam-ckpt[sql]'``.
@@ -46,20 +56,21 @@ def duckdb(store: AnyStore, *, at: At = "latest", untyped: Untyped = "bytes") ->
             "DuckDB is not installed. What to do: pip install 'beam-ckpt[sql]'"
         ) from error
     connection = engine.connect()
-    for uid, view in views(store, at=at, untyped=untyped).items():
+    reading = Reading.of(untyped, unsafe_unpickle, schemas)
+    for uid, view in views(store, at=at, reading=reading).items():
         connection.register(uid, view)
     return connection
 
 
 def views(
-    store: AnyStore, *, at: At = "latest", untyped: Untyped = "bytes"
+    store: AnyStore, *, at: At = "latest", reading: Reading | None = None
 ) -> dict[str, StateView]:
     """Returns each operator of a checkpoint as something that DuckDB can read again and again."""
     opened = open_existing(store)
     manifest = find_checkpoint(opened, at)
     known = manifest.pipeline.operators if manifest.pipeline else {}
     return {
-        uid: StateView(opened, manifest, uid, untyped)
+        uid: StateView(opened, manifest, uid, reading)
         for uid in sorted({*manifest.operators, *known})
     }
 
@@ -79,13 +90,13 @@ class StateView:
         store: CheckpointStore,
         manifest: CheckpointManifest,
         uid: str,
-        untyped: Untyped = "bytes",
+        reading: Reading | None = None,
     ) -> None:
         """Takes an operator of a checkpoint; nothing is read."""
         self.failure: CheckpointError | None = None
         self._store, self._partitions = store, find_operator(manifest, uid, store).partitions
         self._manifest, self._uid = manifest, uid
-        self._untyped: Untyped = untyped
+        self._reading = reading or Reading()
         self._schema: pa.Schema | None = None
 
     def __arrow_c_schema__(self) -> object:
@@ -131,4 +142,4 @@ class StateView:
         except CheckpointError as error:
             self.failure = error
             raise
-        return readable_rows(rows, self._manifest, self._uid, self._untyped)
+        return readable_rows(rows, self._manifest, self._uid, self._reading)

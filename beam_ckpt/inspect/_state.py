@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,7 +18,8 @@ from beam_ckpt.inspect._catalog import (
     nearest,
     open_existing,
 )
-from beam_ckpt.inspect._readable import WINDOW_TIMES, Untyped, readable_rows
+from beam_ckpt.inspect._readable import WINDOW_TIMES, Reading, Untyped, readable_rows
+from beam_ckpt.inspect._schemas import Schema
 from beam_ckpt.keygroups import key_group
 from beam_ckpt.manifest import CheckpointManifest, PartitionSnapshotEntry
 from beam_ckpt.sidecar import cell_column_name, read_chain
@@ -75,6 +76,8 @@ def state(
     key: object = None,
     cells: Sequence[str] | None = None,
     untyped: Untyped = "bytes",
+    unsafe_unpickle: bool = False,
+    schemas: Iterable[Schema] = (),
 ) -> pa.Table:
     """Reads the state of one operator: one row per key and window.
 
@@ -98,6 +101,11 @@ def state(
             ``"bytes"``, as Beam wrote them, or ``"json"``, as text. Tuples and sets are lists
             then, bytes ``"0x..."``, and what Beam pickled, which is not opened,
             ``{"undecoded": "0x..."}``.
+        unsafe_unpickle: Open pickles as well, in cells without a type and of coders that pickle:
+            they come as JSON. That runs whatever code the pickles name: say so only of a store
+            that nobody else writes to.
+        schemas: What cells of protobuf or Avro are to be read with, as structs: message classes,
+            and Avro schemas (mappings, or their JSON). Without, they are the bytes that were saved.
 
     Raises:
         CheckpointNotFoundError: There is no store, no such checkpoint, or no such operator or
@@ -107,7 +115,18 @@ def state(
         ValueError: `key` cannot be a key of this operator.
     """
     return together(
-        list(state_by_key_group(store, uid, at=at, key=key, cells=cells, untyped=untyped))
+        list(
+            state_by_key_group(
+                store,
+                uid,
+                at=at,
+                key=key,
+                cells=cells,
+                untyped=untyped,
+                unsafe_unpickle=unsafe_unpickle,
+                schemas=schemas,
+            )
+        )
     )
 
 
@@ -119,23 +138,25 @@ def state_by_key_group(
     key: object = None,
     cells: Sequence[str] | None = None,
     untyped: Untyped = "bytes",
+    unsafe_unpickle: bool = False,
+    schemas: Iterable[Schema] = (),
 ) -> Iterator[pa.Table]:
     """Reads what `state` does, one table per key group: bounded by the largest of them."""
-    opened = open_existing(store)
+    opened, reading = open_existing(store), Reading.of(untyped, unsafe_unpickle, schemas)
     if key is None or at != "latest":
         manifest = find_checkpoint(opened, at)
-        yield from _by_key_group(opened, manifest, uid, key, cells, untyped)
+        yield from _by_key_group(opened, manifest, uid, key, cells, reading)
         return
     # For one key the pointer is enough: what is read is verified. To make sure that all of the
     # checkpoint is there takes a request per file.
     manifest = _pointed(opened) or find_checkpoint(opened)
     try:
-        tables = list(_by_key_group(opened, manifest, uid, key, cells, untyped))
+        tables = list(_by_key_group(opened, manifest, uid, key, cells, reading))
     except (InvalidCheckpointError, CheckpointNotFoundError):
         valid = find_checkpoint(opened)
         if valid.id == manifest.id:
             raise
-        tables = list(_by_key_group(opened, valid, uid, key, cells, untyped))
+        tables = list(_by_key_group(opened, valid, uid, key, cells, reading))
     yield from tables
 
 
@@ -183,6 +204,8 @@ def history(
     *,
     cells: Sequence[str] | None = None,
     untyped: Untyped = "bytes",
+    unsafe_unpickle: bool = False,
+    schemas: Iterable[Schema] = (),
 ) -> pa.Table:
     """Reads what one key's state was at each retained checkpoint, the oldest first.
 
@@ -192,6 +215,8 @@ def history(
         key: The key; see `state`.
         cells: See `state`.
         untyped: See `state`.
+        unsafe_unpickle: See `state`.
+        schemas: See `state`.
 
     Returns:
         A table of the schema `HISTORY` and the columns of `state`: a row per finalized checkpoint
@@ -202,7 +227,7 @@ def history(
         CheckpointNotFoundError: There is no store, or no checkpoint with such an operator.
         ValueError: `key` cannot be a key of this operator.
     """
-    opened = open_existing(store)
+    opened, reading = open_existing(store), Reading.of(untyped, unsafe_unpickle, schemas)
     found: list[tuple[dict[str, object], pa.Table | None]] = []
     missing: CheckpointNotFoundError | None = None
     unknown = set(cells or ())
@@ -221,7 +246,7 @@ def history(
                     continue
             there = None if cells is None else [c for c in cells if _has_cell(manifest, uid, c)]
             unknown.difference_update(there or ())
-            rows = together(list(_by_key_group(opened, manifest, uid, key, there, untyped)))
+            rows = together(list(_by_key_group(opened, manifest, uid, key, there, reading)))
             found.append((facts | {"present": len(rows) > 0}, rows))
         except (InvalidCheckpointError, CheckpointNotFoundError) as error:
             found.append((facts | {"present": None, "problem": str(error)}, None))
@@ -285,7 +310,7 @@ def _by_key_group(
     uid: str,
     key: object,
     cells: Sequence[str] | None,
-    untyped: Untyped,
+    reading: Reading,
 ) -> Iterator[pa.Table]:
     partitions = find_operator(manifest, uid, store).partitions
     columns = None if cells is None else _columns(store, manifest, uid, cells)
@@ -301,7 +326,7 @@ def _by_key_group(
             rows = rows.filter(is_key(rows["key"], key))
         if columns is not None:
             rows = rows.select([name for name in columns if name in rows.column_names])
-        yield readable_rows(rows, manifest, uid, untyped)
+        yield readable_rows(rows, manifest, uid, reading)
 
 
 def read_group(

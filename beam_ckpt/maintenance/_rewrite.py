@@ -28,7 +28,7 @@ from beam_ckpt.errors import (
 )
 from beam_ckpt.inspect._catalog import AnyStore, At, find_checkpoint, nearest, open_existing
 from beam_ckpt.inspect._duckdb import StateView
-from beam_ckpt.inspect._readable import readable_rows
+from beam_ckpt.inspect._readable import Reading, readable_rows
 from beam_ckpt.keygroups import check_key_group_count, key_group
 from beam_ckpt.maintenance._publish import highest_epoch, new_run_id, publish
 from beam_ckpt.manifest import (
@@ -53,6 +53,7 @@ from beam_ckpt.store import CheckpointStore
 __all__ = ["RewriteReport", "RewrittenOperator", "rewrite"]
 
 _OWN = ("_key", "_window", "_deleted", "_updated", "_timers", "_carried")
+_AS_JSON = Reading("json")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -576,12 +577,12 @@ class _Condition:
                 "DuckDB is not installed. What to do: pip install 'beam-ckpt[sql]'"
             ) from error
         self._engine, self._manifest, self._uid, self._sql = duckdb, manifest, uid, sql
-        self._schema = StateView(store, manifest, uid, "json").schema
+        self._schema = StateView(store, manifest, uid, _AS_JSON).schema
         self._true_of(self._schema.empty_table())
 
     def of(self, rows: pa.Table) -> pa.ChunkedArray:
         """Tells for which rows it is true; not for those of which it is neither true nor false."""
-        shown = readable_rows(rows, self._manifest, self._uid, "json")
+        shown = readable_rows(rows, self._manifest, self._uid, _AS_JSON)
         columns = [
             shown[f.name] if f.name in shown.column_names else pa.nulls(len(shown), f.type)
             for f in self._schema
