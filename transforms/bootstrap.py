@@ -41,6 +41,7 @@ from beam_ckpt.lineage import NewSidecar
 from beam_ckpt.manifest import CheckpointManifest, OperatorSnapshotEntry, OperatorSpec
 from beam_ckpt.retention import KeepLast
 from beam_ckpt.store import CheckpointStore, open_store
+from beam_ckpt.transforms._runs import Runs
 from beam_ckpt.transforms.checkpoints import (
     Seconds,
     check_uid,
@@ -351,12 +352,13 @@ class _WriteFn(WriteSidecarsFn):
         return self._cut_at
 
     def _write(
-        self, uid: str, key_group: int, boundary: int, encoded: list[bytes], state: Any
-    ) -> NewSidecar:
-        new = super()._write(uid, key_group, boundary, encoded, state)
-        if new.entry.rows != len(encoded):
+        self, uid: str, key_group: int, boundary: int, records: Runs, state: Any
+    ) -> list[NewSidecar]:
+        new = super()._write(uid, key_group, boundary, records, state)
+        rows = sum(sidecar.entry.rows for sidecar in new)
+        if rows != records.count:
             raise StateIncompatibleError(
-                f"{len(encoded) - new.entry.rows} keys of operator {uid!r} come more than once, in "
+                f"{records.count - rows} keys of operator {uid!r} come more than once, in "
                 f"key group {key_group}. Nothing was published. What to do: bring the values of a "
                 "key together first, as by beam.GroupByKey()."
             )

@@ -8,7 +8,7 @@ the operator's watermark cannot pass the gate before the last of them has been p
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from beam_ckpt.errors import (
 )
 from beam_ckpt.manifest import CheckpointManifest, OperatorSpec
 from beam_ckpt.recovery import RecoveryReport
-from beam_ckpt.sidecar import read_chain
+from beam_ckpt.sidecar import stream_chain
 from beam_ckpt.store import CheckpointStore
 from beam_ckpt.transforms._limits import DEFAULT_LIMITS, Limits
 from beam_ckpt.transforms.chunks import cut
@@ -349,17 +349,25 @@ class ReadSaved(beam.PTransform[Any, Any]):
 
 
 def _without_given_up(
-    table: pa.Table, manifest: CheckpointManifest, uid: str, operator: OperatorState
-) -> pa.Table:
-    """Rows without the columns of cells that were given up since (`on_missing`).
+    schema: pa.Schema, manifest: CheckpointManifest, uid: str, operator: OperatorState
+) -> pa.Schema:
+    """A schema without the columns of cells that were given up since (`on_missing`).
 
     Older files of the chain still have them, and a new cell of that name is empty.
     """
     spec = manifest.pipeline.operators.get(uid) if manifest.pipeline else None
     if spec is None:
-        return table
-    gone = [cell.column_name for cell in operator.cells if cell.name not in spec.cells]
-    return table.drop_columns([name for name in gone if name in table.column_names])
+        return schema
+    gone = {cell.column_name for cell in operator.cells if cell.name not in spec.cells}
+    return pa.schema([field for field in schema if field.name not in gone])
+
+
+def _rows(source: OperatorState, pages: Iterable[pa.Table]) -> Iterator[tuple[bytes, bytes, bytes]]:
+    """Yields the encoded key, the record and the encoded window of each row."""
+    for page in pages:
+        windows = page.column("_window").to_pylist()
+        for (key, record), window in zip(source.to_encoded(page), windows, strict=True):
+            yield key, record, window
 
 
 class _GroupsFn(beam.DoFn):
@@ -420,11 +428,10 @@ class ReadGroupFn(beam.DoFn):
         sidecars = next((p.sidecars for p in saved.partitions if p.partition_id == key_group), ())
         if not sidecars:
             return
-        table = read_chain(sidecars, self._store.read_sidecar)
-        table = _without_given_up(table, self._manifest, self._saved_uid, operator)
-        windows = table.column("_window").to_pylist()
+        schema = _without_given_up(source.schema, self._manifest, self._saved_uid, operator)
+        stream = stream_chain(sidecars, self._store.read_sidecar, schema)
         boundary = self._manifest.boundary
-        for (key, record), window in zip(source.to_encoded(table), windows, strict=True):
+        for key, record, window in _rows(source, stream.pages):
             decoded = operator.window_coder.decode(window)
             if is_over(decoded, boundary, self._lateness):
                 left = left_over(SnapshotRecord.from_bytes(record), boundary)

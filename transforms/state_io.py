@@ -45,7 +45,7 @@ from beam_ckpt.retention import (
     RetentionFacts,
     RetentionPolicy,
 )
-from beam_ckpt.sidecar import read_chain
+from beam_ckpt.sidecar import stream_chain
 from beam_ckpt.store import CheckpointStore, open_store
 from beam_ckpt.transforms._recorded import Recorded, recorded_coder
 from beam_ckpt.transforms.columns import CellState, OperatorState, coder_identity
@@ -378,8 +378,8 @@ class _ReadStateFn(beam.DoFn):
         ]
         names = [cell.name for cell in operator.cells]
         decode_key = operator.key_coder.decode if reader.decode_key else bytes
-        table = read_chain(partition.sidecars, reader.store.read_sidecar)
-        for key, encoded in operator.to_encoded(table):
+        stream = stream_chain(partition.sidecars, reader.store.read_sidecar, operator.schema)
+        for key, encoded in (pair for page in stream.pages for pair in operator.to_encoded(page)):
             record = SnapshotRecord.from_bytes(encoded)
             window = operator.window_coder.decode(record.window)
             if is_over(window, self._boundary, reader.lateness):

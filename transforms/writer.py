@@ -1,8 +1,8 @@
-"""Records to sidecars: one file per operator, key group and boundary.
+"""Records to sidecars: as a rule one file per operator, key group and boundary.
 
 The writer is keyed by (operator, key group) and wakes one millisecond after a boundary, when the
-watermark says that every record of it has come. It is in the global window, and bounded by the
-changes of one key group.
+watermark says that every record of it has come. It is in the global window. Records are sorted in
+runs, and runs and files merged as streams: what is in memory does not depend on how much there is.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from apache_beam.utils.timestamp import Timestamp
 from beam_ckpt.errors import CheckpointNotFoundError
 from beam_ckpt.lineage import NewSidecar, files_to_keep, stands_on
 from beam_ckpt.manifest import CheckpointManifest, SidecarEntry
-from beam_ckpt.sidecar import encode_sidecar, read_chain
+from beam_ckpt.sidecar import encode_pages, stream_chain
 from beam_ckpt.store import CheckpointStore
 from beam_ckpt.transforms._limits import DEFAULT_LIMITS, Limits
+from beam_ckpt.transforms._runs import Runs
 from beam_ckpt.transforms.chunks import Chunks, is_chunk
 from beam_ckpt.transforms.clocked import ClockedDoFn
 from beam_ckpt.transforms.columns import OperatorState
@@ -153,18 +154,24 @@ class WriteSidecarsFn(ClockedDoFn):
             # A stale fire. Some runners drop the clock with it, so set it again.
             clock.set(Timestamp(micros=state.due + MS))
             return
-        due, waiting = _sort(records.read(), reached)
-        records.clear()
         uid, key_group = key
-        for boundary in sorted(due):
-            # What comes late stands on what was written before it, so it is published with that,
-            # not before it.
-            at = max(boundary, state.newest)
-            if key_group == DRAIN:
-                news = DRAINING
-            else:
-                news = encode_new_sidecar(self._write(uid, key_group, at, due[boundary], state))
-            yield TimestampedValue((0, (at, news)), Timestamp(micros=at + MS))
+        due, waiting = self._sort(self._operators.get(uid), records.read(), reached)
+        records.clear()
+        try:
+            for boundary in sorted(due):
+                # What comes late stands on what was written before it, so it is published with
+                # that, not before it.
+                at = max(boundary, state.newest)
+                if key_group == DRAIN:
+                    news: Iterable[bytes] = [DRAINING]
+                else:
+                    written = self._write(uid, key_group, at, due[boundary], state)
+                    news = map(encode_new_sidecar, written)
+                for new in news:
+                    yield TimestampedValue((0, (at, new)), Timestamp(micros=at + MS))
+        finally:
+            for runs in due.values():
+                runs.close()
         for item in waiting:
             records.add(item)
         # Of chunks that came late the others are on their way, and wake the clock.
@@ -180,73 +187,104 @@ class WriteSidecarsFn(ClockedDoFn):
         """What is recorded of a boundary."""
         return None if boundary >= DRAINED else boundary
 
+    def _sort(
+        self, operator: OperatorState | None, items: Iterable[tuple[int, bytes]], reached: int
+    ) -> tuple[dict[int, Runs], list[tuple[int, bytes]]]:
+        """Returns the records of each boundary that is reached, and what has to wait."""
+        due: dict[int, Runs] = {}
+        waiting: list[tuple[int, bytes]] = []
+        chunks: dict[int, Chunks] = {}
+        for boundary, data in items:
+            if boundary > reached:
+                waiting.append((boundary, data))
+                continue
+            record: bytes | None = data
+            if is_chunk(data):
+                record = chunks.setdefault(boundary, Chunks()).add(data)
+            if record is not None:
+                runs = due.get(boundary)
+                if runs is None:
+                    runs = due[boundary] = Runs(operator, self._limits)
+                runs.add(record)
+        for boundary, parts in chunks.items():
+            waiting += ((boundary, chunk) for chunk in parts)
+        return due, waiting
+
     def _write(
-        self, uid: str, key_group: int, boundary: int, encoded: list[bytes], state: _Progress
-    ) -> NewSidecar:
-        operator = self._operators[uid]
+        self, uid: str, key_group: int, boundary: int, records: Runs, state: _Progress
+    ) -> list[NewSidecar]:
+        """Writes what came for a boundary: a delta, or with files of the chain a new file."""
         if state.chain is None:
             state.chain = list(self._base.get((uid, key_group), ()))
-        at = self._cut(boundary)
-        table = operator.encoded_to_table(encoded)
-
-        def encode(kind: Literal["full", "delta"]) -> bytes:
-            header = operator.header(key_group=key_group, boundary=at, kind=kind)
-            return encode_sidecar(table, header)
-
-        keeps, chain, data = 0, state.chain, b""
+        chain, delta = state.chain, None
+        keeps = 0
         if chain and self._max_files > 1:
-            data = encode("delta")
-            keeps = files_to_keep(chain, len(data), self._max_files)
+            # It is encoded to be weighed, and kept where it is one file and all there is to write.
+            rest = self._encode(uid, key_group, boundary, records, chain, len(chain))
+            delta, size = next(rest), sum(len(data) for data, _ in rest)
+            keeps = files_to_keep(chain, len(delta[0]) + size, self._max_files)
+            if size or keeps < len(chain):
+                delta = None
+        files = [delta] if delta else self._encode(uid, key_group, boundary, records, chain, keeps)
         kind: Literal["full", "delta"] = "delta" if keeps else "full"
-        if keeps < len(chain):
-            read = self._store.read_sidecar
-            table = read_chain(chain[keeps:], read, newer=table, keep_tombstones=keeps > 0)
-        if chain and not keeps:
-            table = without_what_is_over(table, operator.window_coder, at, operator.lateness)
-        if not keeps or keeps < len(chain):
-            data = encode(kind)
-        entry = self._store.write_sidecar(
-            operator=uid,
-            key_group=key_group,
-            boundary=at,
-            run_id=self._run_id,
-            data=data,
-            kind=kind,
-            rows=table.num_rows,
+        new = []
+        chain = chain[:keeps]
+        for data, rows in files:
+            entry = self._store.write_sidecar(
+                operator=uid,
+                key_group=key_group,
+                boundary=self._cut(boundary),
+                run_id=self._run_id,
+                data=data,
+                kind=kind,
+                rows=rows,
+            )
+            state.sequence += 1
+            after = chain[-1].sha256 if chain else ""
+            new.append(NewSidecar(uid, key_group, state.sequence, entry, len(chain), after))
+            # A base that has no row is listed nowhere.
+            chain = [*chain, entry] if rows or chain else []
+            self._files.inc()
+            self._rows.inc(entry.rows)
+            self._bytes.inc(entry.size_bytes)
+            _LOGGER.debug(
+                "operator %s, key group %d, boundary %s: %d rows, %d bytes, %s, on %d files",
+                uid, key_group, boundary, entry.rows, entry.size_bytes, kind, new[-1].keeps,
+            )  # fmt: skip
+        state.chain, state.newest = chain, boundary
+        return new
+
+    def _encode(
+        self,
+        uid: str,
+        key_group: int,
+        boundary: int,
+        records: Runs,
+        chain: Sequence[SidecarEntry],
+        keeps: int,
+    ) -> Iterator[tuple[bytes, int]]:
+        """The files that take the place of all that is above `keeps` files of a chain."""
+        operator, limits, at = self._operators[uid], self._limits, self._cut(boundary)
+        stream = stream_chain(
+            chain[keeps:],
+            self._store.read_sidecar,
+            operator.schema,
+            newer=records.streams(),
+            keep_tombstones=keeps > 0,
         )
-        after = chain[keeps - 1].sha256 if keeps else ""
-        state.chain = [*chain[:keeps], entry] if keeps or entry.rows else []
-        state.newest = boundary
-        state.sequence += 1
-        self._files.inc()
-        self._rows.inc(entry.rows)
-        self._bytes.inc(entry.size_bytes)
-        _LOGGER.debug(
-            "operator %s, key group %d, boundary %s: %d rows, %d bytes, %s",
-            uid, key_group, at, entry.rows, entry.size_bytes, kind,
-        )  # fmt: skip
-        return NewSidecar(uid, key_group, state.sequence, entry, keeps, after)
-
-
-def _sort(
-    items: Iterable[tuple[int, bytes]], reached: int
-) -> tuple[dict[int, list[bytes]], list[tuple[int, bytes]]]:
-    """Returns the records of each boundary that is reached, and what has to wait."""
-    due: dict[int, list[bytes]] = {}
-    waiting: list[tuple[int, bytes]] = []
-    chunks: dict[int, Chunks] = {}
-    for boundary, data in items:
-        if boundary > reached:
-            waiting.append((boundary, data))
-            continue
-        record: bytes | None = data
-        if is_chunk(data):
-            record = chunks.setdefault(boundary, Chunks()).add(data)
-        if record is not None:
-            due.setdefault(boundary, []).append(record)
-    for boundary, parts in chunks.items():
-        waiting += ((boundary, chunk) for chunk in parts)
-    return due, waiting
+        pages = stream.pages
+        if chain and not keeps:
+            coder, lateness = operator.window_coder, operator.lateness
+            pages = (without_what_is_over(page, coder, at, lateness) for page in pages)
+        return encode_pages(
+            pages,
+            operator.header(key_group=key_group, boundary=at, kind="delta" if keeps else "full"),
+            stream.schema,
+            row_group_rows=limits.page_rows,
+            row_group_bytes=limits.page_bytes,
+            # Compressed they are hardly ever larger.
+            file_bytes=min(limits.file_bytes, self._store.max_state_data_bytes // 2),
+        )
 
 
 class _Progress:

@@ -26,8 +26,14 @@ Example:
 
 from __future__ import annotations
 
-from beam_ckpt.sidecar._chain import read_chain
-from beam_ckpt.sidecar._file import decode_sidecar, encode_sidecar
+from beam_ckpt.sidecar._chain import read_chain, stream_chain
+from beam_ckpt.sidecar._decode import decode_sidecar
+from beam_ckpt.sidecar._encode import (
+    ROW_GROUP_BYTES,
+    ROW_GROUP_ROWS,
+    encode_pages,
+    encode_sidecar,
+)
 from beam_ckpt.sidecar._merge import merge_newest_first
 from beam_ckpt.sidecar._order import latest_in_order
 from beam_ckpt.sidecar._schema import (
@@ -38,17 +44,23 @@ from beam_ckpt.sidecar._schema import (
     cell_column_name,
     sidecar_schema,
 )
+from beam_ckpt.sidecar._stream import PageStream
 
 __all__ = [
     "CARRIED",
+    "ROW_GROUP_BYTES",
+    "ROW_GROUP_ROWS",
     "TIMERS",
     "CellColumn",
+    "PageStream",
     "SidecarHeader",
     "cell_column_name",
     "decode_sidecar",
+    "encode_pages",
     "encode_sidecar",
     "latest_in_order",
     "merge_newest_first",
     "read_chain",
     "sidecar_schema",
+    "stream_chain",
 ]

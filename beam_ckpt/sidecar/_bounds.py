@@ -10,16 +10,36 @@ from __future__ import annotations
 
 import pyarrow as pa
 
+from beam_ckpt.errors import CheckpointTooLargeError
 from beam_ckpt.sidecar._thrift import Struct, Value, read_struct
 
-__all__ = ["decoded_size"]
+__all__ = ["MAX_DECODED_BYTES", "check_limit", "decoded_size", "decoded_sizes"]
 
 _PLAIN = 0
 _DATA_PAGE = 0
 
 
+MAX_DECODED_BYTES = 2**31 - 1
+"""Greatest size of a sidecar's columns in memory: offsets in Arrow's strings have 31 bits."""
+
+
+def check_limit(rows: int, size: int, limit: int, where: str) -> None:
+    """Raises `CheckpointTooLargeError` for rows that would take more than the limit in memory."""
+    if size > limit:
+        raise CheckpointTooLargeError(
+            f"{where} has {rows} rows that can take {size} bytes in memory, the limit is {limit}: "
+            "use more key groups, or raise the limit."
+        )
+
+
 def decoded_size(data: bytes, schema: pa.Schema) -> tuple[int, int]:
-    """Returns the rows of a Parquet file, and the bytes that its columns take in memory at most.
+    """Returns the rows of a Parquet file and their size: the sums of `decoded_sizes`."""
+    sizes = decoded_sizes(data, schema)
+    return sum(rows for rows, _ in sizes), sum(size for _, size in sizes)
+
+
+def decoded_sizes(data: bytes, schema: pa.Schema) -> list[tuple[int, int]]:
+    """Returns the rows of each row group, and the bytes that they take in memory at most.
 
     Args:
         data: The file.
@@ -31,9 +51,10 @@ def decoded_size(data: bytes, schema: pa.Schema) -> tuple[int, int]:
     footer_size = int.from_bytes(data[-8:-4], "little")
     footer_at = len(data) - 8 - footer_size
     footer, _ = read_struct(data[footer_at:-8], 0)
-    rows = size = 0
+    sizes = []
+    per_row = sum(_bytes_per_row(field.type) for field in schema)
     for group in _structs(footer, 4):
-        group_rows = _int(group, 3)
+        group_rows, size = _int(group, 3), 0
         keys = None
         for chunk in _structs(group, 1):
             if 1 in chunk:
@@ -49,10 +70,11 @@ def decoded_size(data: bytes, schema: pa.Schema) -> tuple[int, int]:
         # Plain byte strings come after their length in four bytes.
         if keys is None or not 0 <= 4 * group_rows <= keys:
             raise ValueError(f"{keys} bytes cannot hold the keys of {group_rows} rows")
-        rows += group_rows
+        sizes.append((group_rows, size + group_rows * per_row))
+    rows = sum(group_rows for group_rows, _ in sizes)
     if rows != _int(footer, 3):
         raise ValueError(f"it has {_int(footer, 3)} rows, its row groups have {rows}")
-    return rows, size + rows * sum(_bytes_per_row(field.type) for field in schema)
+    return sizes
 
 
 def _pages(data: bytes, stop: int, column: Struct, path: str) -> tuple[int, int]:

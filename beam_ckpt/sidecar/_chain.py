@@ -1,35 +1,36 @@
-"""A key group's chain: its newest full sidecar and the deltas after it, read as one table."""
+"""A key group's chain: its newest full sidecar and the deltas after it, read as one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import pyarrow as pa
 
 from beam_ckpt.manifest import SidecarEntry
-from beam_ckpt.sidecar._file import decode_sidecar
+from beam_ckpt.sidecar._bounds import MAX_DECODED_BYTES
+from beam_ckpt.sidecar._decode import SidecarFile, decode_sidecar
 from beam_ckpt.sidecar._merge import merge_newest_first
+from beam_ckpt.sidecar._stream import PageStream, in_one_row, merge_pages
 
-__all__ = ["read_chain"]
+__all__ = ["read_chain", "stream_chain"]
+
+_Read = Callable[[SidecarEntry], bytes]
 
 
 def read_chain(
     sidecars: Sequence[SidecarEntry],
-    read: Callable[[SidecarEntry], bytes],
+    read: _Read,
     *,
-    newer: pa.Table | None = None,
-    keep_tombstones: bool = False,
     key: bytes | None = None,
     columns: Collection[str] | None = None,
 ) -> pa.Table:
     """Returns the live rows of a key group: the latest of each key and window, no tombstones.
 
+    All of them are in memory; see `stream_chain`.
+
     Args:
         sidecars: The key group's, oldest first, as a manifest lists them.
         read: Gives a sidecar's verified bytes, such as `CheckpointStore.read_sidecar`.
-        newer: Rows that are newer than all of them and in no sidecar yet.
-        keep_tombstones: Whether rows of what was deleted stay: where `sidecars` are not all that
-            the key group has, and theirs hide rows of older ones.
         key: Only the rows of this key; see `decode_sidecar`.
         columns: Only these columns; see `decode_sidecar`.
 
@@ -37,8 +38,58 @@ def read_chain(
         InvalidCheckpointError: A sidecar is damaged, or does not belong with the others.
         ValueError: There is nothing to read.
     """
-    tables = [] if newer is None else [newer]
-    for entry in reversed(sidecars):
-        where = "inline state" if entry.path is None else entry.path
-        tables.append(decode_sidecar(read(entry), where=where, key=key, columns=columns)[1])
-    return merge_newest_first(tables, keep_tombstones=keep_tombstones)
+    tables = [
+        decode_sidecar(read(entry), where=_name(entry), key=key, columns=columns)[1]
+        for entry in reversed(sidecars)
+    ]
+    return merge_newest_first(tables)
+
+
+def stream_chain(
+    sidecars: Sequence[SidecarEntry],
+    read: _Read,
+    schema: pa.Schema,
+    *,
+    newer: Sequence[PageStream] = (),
+    keep_tombstones: bool = False,
+    max_decoded_bytes: int = MAX_DECODED_BYTES,
+) -> PageStream:
+    """Returns the rows of `read_chain` a page at a time.
+
+    In memory are the bytes of the deltas and of one file of the base, and a row group of each.
+
+    Args:
+        sidecars: The key group's, oldest first, as a manifest lists them.
+        read: Gives a sidecar's verified bytes, such as `CheckpointStore.read_sidecar`.
+        schema: Of the result, as in `merge_pages`.
+        newer: Rows that are newer than all of them and in no sidecar yet, newest first.
+        keep_tombstones: Whether rows of what was deleted stay: where `sidecars` are not all that
+            the key group has, and theirs stand over older ones.
+        max_decoded_bytes: Greatest size of a row group in memory.
+
+    Raises:
+        InvalidCheckpointError: A sidecar is damaged, or does not belong with the others.
+        CheckpointTooLargeError: A row group is over the limit.
+    """
+
+    def opened(entry: SidecarEntry) -> PageStream:
+        file = SidecarFile(
+            read(entry),
+            where=_name(entry),
+            max_decoded_bytes=max_decoded_bytes,
+            columns=schema.names,
+        )
+        return PageStream(file.schema, file.pages())
+
+    def of_base(entries: Sequence[SidecarEntry]) -> Iterator[pa.Table]:
+        return in_one_row(opened(entry) for entry in entries)
+
+    base = [entry for entry in sidecars if entry.kind == "full"]
+    streams = [*newer, *(opened(entry) for entry in reversed(sidecars[len(base) :]))]
+    if base:
+        streams.append(PageStream(schema, of_base(base)))
+    return merge_pages(streams, schema, keep_tombstones=keep_tombstones)
+
+
+def _name(entry: SidecarEntry) -> str:
+    return "inline state" if entry.path is None else entry.path

@@ -68,8 +68,9 @@ def patch_codes(
     sizes = pc.min_max(pc.binary_length(patch))
     if not sizes["min"].as_py() == sizes["max"].as_py() == len(own):
         _malformed(f"{sizes['min']} to {sizes['max']} bytes, and there are {len(own)} cells")
-    _, offsets_buffer, data_buffer = patch.drop_null().buffers()
-    first = int(np.frombuffer(offsets_buffer, np.int32)[0])
+    valid = patch.drop_null()  # may be a slice
+    _, offsets_buffer, data_buffer = valid.buffers()
+    first = int(np.frombuffer(offsets_buffer, np.int32)[valid.offset])
     shape = int(patched.sum()), len(own)
     given = np.frombuffer(data_buffer or b"", np.uint8)[first:][: shape[0] * shape[1]]
     given = given.reshape(shape)

@@ -15,6 +15,7 @@ from beam_ckpt.errors import InvalidCheckpointError, UnsupportedFormatError
 
 __all__ = [
     "FORMAT_VERSION",
+    "METADATA_KEY",
     "PATCH",
     "CellColumn",
     "SidecarHeader",
@@ -28,6 +29,9 @@ FORMAT_VERSION = 1
 
 _READABLE = 2
 # Format 2 has rows that hold only what changed (``_patch``), in deltas that have such rows.
+
+METADATA_KEY = b"beam_ckpt.sidecar"
+"""Of the header, in the metadata of the file."""
 
 _MAX_HEADER_BYTES = 4 * 1024 * 1024
 

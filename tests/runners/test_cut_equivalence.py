@@ -42,7 +42,7 @@ WINDOWS = (
     SlidingWindows(90, 45),
     Sessions(30),
 )
-TINY = Limits(chunk_bytes=20)
+TINY = Limits(chunk_bytes=20, run_bytes=60, page_rows=2, page_bytes=200, file_bytes=600)
 FEW = settings(max_examples=40, derandomize=True)
 MANY = settings(max_examples=200, derandomize=True)
 # A pipeline takes the better part of a second on Prism, so its examples are few, not the least
