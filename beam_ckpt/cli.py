@@ -6,8 +6,8 @@
     beam-ckpt state STORE OPERATOR            rows of an operator's state, typed
 
 those of `beam_ckpt.cli_query`: timers, history, diff, sql, export; those of
-`beam_ckpt.cli_maintenance`: recover, repair-pointer, tag, prune, gc, copy; and those of
-`beam_ckpt.cli_rewrite`: rewrite, forget.
+`beam_ckpt.cli_maintenance`: recover, repair-pointer, tag, prune, gc, copy; those of
+`beam_ckpt.cli_rewrite`: rewrite, forget; and that of `beam_ckpt.cli_report`: report.
 
 STORE is a path or a URL (`gs://bucket/ckpt/job`). What is here never writes to it, and cells that
 only the author's coder can read are shown as bytes: nothing is unpickled, unless told
@@ -40,7 +40,7 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from beam_ckpt import cli_maintenance, cli_query, cli_rewrite, inspect
+from beam_ckpt import cli_maintenance, cli_query, cli_report, cli_rewrite, inspect
 from beam_ckpt._rows import as_json as _json
 from beam_ckpt._rows import plain_rows as _plain
 from beam_ckpt._rows import plain_value as _value
@@ -302,6 +302,7 @@ def state(
 cli_query.register(app)
 cli_maintenance.register(app)
 cli_rewrite.register(app)
+cli_report.register(app)
 
 
 # -- helpers ---------------------------------------------------------------------------------

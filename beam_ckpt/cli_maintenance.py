@@ -60,13 +60,29 @@ if TYPE_CHECKING:
     from beam_ckpt.recovery import SkippedCheckpoint
     from beam_ckpt.retention import Garbage, PruneReport
 
-__all__ = ["DryRun", "Yes", "confirm", "ensure_can_ask", "register"]
+__all__ = [
+    "DryRun",
+    "KeepForOption",
+    "KeepLastOption",
+    "Yes",
+    "confirm",
+    "ensure_can_ask",
+    "given_policy",
+    "register",
+]
 
 _READERS = 8
 _NAMED = 3
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+KeepLastOption = Annotated[
+    int | None, typer.Option(help="Keep the newest N recovery points.", min=1, metavar="N")
+]
+KeepForOption = Annotated[
+    str | None,
+    typer.Option(help="Keep those committed since, such as 7d or 1d12h.", metavar="DURATION"),
+]
 TagName = Annotated[str, typer.Argument(help="1 to 256 printable characters.", metavar="NAME")]
 
 
@@ -187,13 +203,8 @@ def tags(store: StoreArgument, as_json: Json = False) -> None:
 
 def prune(
     store: StoreArgument,
-    keep_last: Annotated[
-        int | None, typer.Option(help="Keep the newest N recovery points.", min=1, metavar="N")
-    ] = None,
-    keep_for: Annotated[
-        str | None,
-        typer.Option(help="Keep those committed since, such as 7d or 1d12h.", metavar="DURATION"),
-    ] = None,
+    keep_last: KeepLastOption = None,
+    keep_for: KeepForOption = None,
     dry_run: DryRun = False,
     yes: Yes = False,
     as_json: Json = False,
@@ -204,7 +215,7 @@ def prune(
     recovery point, every tagged one and what a running job restored from stay. Attempts that a
     younger checkpoint has overtaken go.
     """
-    policy = _policy(keep_last, keep_for)
+    policy = given_policy(keep_last, keep_for)
     ensure_can_ask(yes=yes or dry_run)
     opened = open_store(store, create=False)
     plan = opened.prune(policy, dry_run=True)
@@ -336,7 +347,8 @@ def copy(
 # -- retention -------------------------------------------------------------------------------
 
 
-def _policy(keep_last: int | None, keep_for: str | None) -> RetentionPolicy:
+def given_policy(keep_last: int | None, keep_for: str | None) -> RetentionPolicy:
+    """Returns what the options `--keep-last` and `--keep-for` mean together."""
     last = None if keep_last is None else KeepLast(keep_last)
     recent = None
     if keep_for is not None:

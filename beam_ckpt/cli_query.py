@@ -55,7 +55,16 @@ from beam_ckpt.store import open_store
 if TYPE_CHECKING:
     from beam_ckpt.manifest import CheckpointManifest
 
-__all__ = ["Bytes", "Schemas", "Unsafe", "given_key", "reading", "register", "typed_key"]
+__all__ = [
+    "Bytes",
+    "Schemas",
+    "Unsafe",
+    "given_key",
+    "reading",
+    "register",
+    "typed_key",
+    "whole_file",
+]
 
 Operator = Annotated[str, typer.Argument(help="The operator's uid.", metavar="OPERATOR")]
 At = Annotated[int | None, typer.Option(help="Checkpoint id; default: the newest valid one.")]
@@ -257,7 +266,7 @@ def export(
         _write(rows, format, sys.stdout.buffer)
         sys.stdout.flush()
         return
-    with _whole(output) as file:
+    with whole_file(output) as file:
         count = _write(rows, format, file)
     text = f"{count} rows of {operator}, checkpoint {manifest.id}: {output}"
     Console(stderr=True, soft_wrap=True).print(text, markup=False)
@@ -384,7 +393,7 @@ def _brief(value: object) -> object:
 
 
 @contextlib.contextmanager
-def _whole(path: Path) -> Iterator[BinaryIO]:
+def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A file that takes its name when all of it is there."""
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

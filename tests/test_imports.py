@@ -37,6 +37,8 @@ LAYERS = {
     "beam_ckpt.transforms": 6,
     "beam_ckpt.cli_query": 7,
     "beam_ckpt.maintenance": 7,
+    "beam_ckpt.reporting": 7,
+    "beam_ckpt.cli_report": 8,
     "beam_ckpt.cli_rewrite": 8,
     "beam_ckpt.cli": 9,
     "beam_ckpt.testing": 10,
