@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import apache_beam as beam
 import pyarrow as pa
@@ -30,6 +31,7 @@ from beam_ckpt.sidecar import decode_sidecar
 from beam_ckpt.sidecar._schema import FORMAT_VERSION
 from beam_ckpt.testing.cuts import run_checkpointed, saved_state
 from beam_ckpt.testing.event_loop import canonical, run_event_loop
+from beam_ckpt.transforms import writer
 
 GOLDEN = Path(__file__).parent / "golden_state"
 VERSIONS = sorted(path.name for path in GOLDEN.iterdir())
@@ -103,13 +105,15 @@ def run(store, until):
 
 def write_golden(root: Path) -> None:
     """Writes what `golden_state/` keeps."""
-    for cut in CUTS:
-        run(open_store(root), Timestamp(cut))
+    # Files this small would be one, and a base has no rows that say only what changed.
+    with mock.patch.object(writer, "files_to_keep", lambda chain, *_: len(chain)):
+        for cut in CUTS:
+            run(open_store(root), Timestamp(cut))
 
 
 @pytest.fixture(params=VERSIONS)
 def tree(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(GOLDEN / request.param, tmp_path / "root"))
+    return Path(shutil.copytree(GOLDEN / request.param, tmp_path / request.param))
 
 
 def test_there_is_golden_state_of_the_version_that_is_written() -> None:
@@ -135,7 +139,7 @@ def test_a_run_goes_on_from_golden_state(tree: Path) -> None:
 
 
 def test_golden_sidecars_have_the_columns_that_queries_rely_on(tree: Path) -> None:
-    kinds = set()
+    kinds, patches = set(), set()
     for path in sorted(tree.glob("state/subject/*/*.parquet")):
         header, table = decode_sidecar(path.read_bytes(), where=str(path))
         kinds.add(header.kind)
@@ -147,9 +151,15 @@ def test_golden_sidecars_have_the_columns_that_queries_rely_on(tree: Path) -> No
         assert types["words"].value_type == pa.string()
         assert table.column_names == schema.names
         assert header.operator == "subject"
+        assert header.format_version == int(tree.name[1:])
+        if "_patch" in schema.names:
+            patches.update(table["_patch"].drop_null().to_pylist())
         assert [cell.coder for cell in header.cells] == [
             "VarIntCoder",
             "FloatCoder",
             "StrUtf8Coder",
         ]
     assert kinds == {"full", "delta"}
+    # Cells that were replaced, kept and added to.
+    told = {(0, 2, 0), (1, 0, 1)} if header.format_version > 1 else set()
+    assert {tuple(patch) for patch in patches} >= told

@@ -9,9 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from beam_ckpt.sidecar._patch import APPEND, KEEP
 from beam_ckpt.transforms._buffers import (
     BINARY,
     EMPTY,
+    Bytes,
     Flags,
     Positions,
     Source,
@@ -37,13 +39,14 @@ from beam_ckpt.transforms._encodings import (
     Tuple,
     locate_items,
 )
-from beam_ckpt.transforms.snapshot import CARRIED, DELETED, DOMAINS, FORMAT, TIMERS
+from beam_ckpt.transforms.snapshot import CARRIED, DELETED, DOMAINS, FORMAT, PATCHED, TIMERS
 
 __all__ = [
     "Frames",
     "Slots",
     "frame_lists",
     "frame_values",
+    "has_patch",
     "read_frames",
     "read_keys",
     "write_frames",
@@ -104,6 +107,7 @@ class Frames:
     cells: list[Slots]
     timers: pa.Array
     carried: pa.Array
+    patch: pa.Array
 
 
 def read_keys(records: pa.BinaryArray) -> tuple[pa.BinaryArray, pa.BinaryArray]:
@@ -115,6 +119,12 @@ def read_keys(records: pa.BinaryArray) -> tuple[pa.BinaryArray, pa.BinaryArray]:
     source, at, end = Source.of(records)
     key, window, _ = _heads(source, at, end)
     return source.slices(*key.places), source.slices(*window.places)
+
+
+def has_patch(records: pa.BinaryArray) -> bool:
+    """Tells whether one of these records, which are well-formed so far, does not hold all cells."""
+    source, at, _ = Source.of(records)
+    return bool((source.data[at + 1] & PATCHED).any())
 
 
 def read_frames(records: pa.BinaryArray, many: Sequence[bool]) -> Frames:
@@ -134,8 +144,9 @@ def read_frames(records: pa.BinaryArray, many: Sequence[bool]) -> Frames:
     updated = number_array(_TIME.type, source.words(">i8", first + 2).astype("<i8"))
     cell_counts, at = read_varints(source, at, end)
     require(cell_counts == len(many), "a record has another number of cells")
+    codes, patch, at = _patches(source, at, end, flags & PATCHED != 0, many)
     cells = []
-    for is_list in many:
+    for i, is_list in enumerate(many):
         heads, at = read_varints(source, at, end)
         sizes = (heads >> np.uint64(1)).astype(np.int64)
         is_value = heads & np.uint64(1) == 1
@@ -151,11 +162,13 @@ def read_frames(records: pa.BinaryArray, many: Sequence[bool]) -> Frames:
             after = at + sizes
             cells.append(Slots(is_value.astype(np.int64), at[is_value], after[is_value]))
             at = after
+        require(cells[i].counts[codes[:, i] == KEEP] == 0, "a cell that is kept has a value")
     timers, at = _listed(_TIMER_LIST, source, at, end, flags & TIMERS != 0)
     carried, at = _listed(_CARRIED_LIST, source, at, end, flags & CARRIED != 0)
     require(at == end, "bytes are left over after a record")
     deleted = pa.array((flags & DELETED).view(np.bool_))
-    return Frames(source, key, window, deleted, updated, cells, timers, carried)
+    require(~codes[flags & DELETED != 0].any(), "a tombstone has a patch")
+    return Frames(source, key, window, deleted, updated, cells, timers, carried, patch)
 
 
 def write_frames(
@@ -166,11 +179,12 @@ def write_frames(
     cells: Sequence[pa.BinaryArray | pa.Scalar],
     timers: pa.ListArray,
     carried: pa.ListArray,
+    patch: pa.BinaryArray | None = None,
 ) -> pa.BinaryArray:
     """Puts records together; `cells` as `frame_values` and `frame_lists` return them.
 
     Raises:
-        ValueError: A timer or carried output lacks a part.
+        ValueError: A timer or carried output lacks a part, or a patch has another number of cells.
     """
     has_timers, timer_bytes = _unlisted(_TIMER_LIST, timers)
     has_carried, carried_bytes = _unlisted(_CARRIED_LIST, carried)
@@ -180,11 +194,17 @@ def write_frames(
     head[:, 1] |= has_timers * np.uint8(TIMERS) | has_carried * np.uint8(CARRIED)
     head[:, 2:] = numbers_of(updated, "<i8").astype(">i8").view(np.uint8).reshape(-1, 8)
     count = write_varints(np.array([len(cells)], np.uint64))[0]
+    patches = [] if patch is None or patch.null_count == len(patch) else [patch.fill_null(EMPTY)]
+    if patches:
+        there = is_present(patch)
+        require(lengths_of(patch)[there] == len(cells), "a patch has another number of cells")
+        head[:, 1] |= there * np.uint8(PATCHED)
     return join_bytes(
         binary_array(np.arange(len(keys) + 1) * 10, head),
         _BYTES.write(keys),
         _BYTES.write(windows),
         count,
+        *patches,
         *cells,
         timer_bytes,
         carried_bytes,
@@ -212,10 +232,31 @@ def frame_lists(
 def _heads(source: Source, at: Positions, end: Positions) -> tuple[Slots, Slots, Positions]:
     require(at + 10 <= end, "a record is cut short")
     require(source.data[at] == FORMAT, "a record has another format")
-    require(source.data[at + 1] <= DELETED | TIMERS | CARRIED, "a record has unknown flags")
+    flags = DELETED | TIMERS | CARRIED | PATCHED
+    require(source.data[at + 1] <= flags, "a record has unknown flags")
     key, at = _framed(source, at + 10, end)
     window, at = _framed(source, at, end)
     return key, window, at
+
+
+def _patches(
+    source: Source, at: Positions, end: Positions, there: Flags, many: Sequence[bool]
+) -> tuple[Bytes, pa.Array, Positions]:
+    """Returns what each record does with each cell, the same as a column, and where it ends."""
+    codes = np.zeros((len(at), len(many)), np.uint8)
+    if not there.any():
+        return codes, pa.nulls(len(at), BINARY), at
+    starts = at[there]
+    ends = starts + len(many)
+    require(ends <= end[there], "a patch is cut short")
+    found = source.data[starts[:, np.newaxis] + np.arange(len(many))]
+    highest = np.where(np.array(many, np.bool_), APPEND, KEEP)
+    require(found <= highest, "a patch has an unknown byte")
+    require(found.any(axis=1), "a patch of a whole record")
+    codes[there] = found
+    at = at.copy()
+    at[there] = ends
+    return codes, spread(source.slices(starts, ends), there), at
 
 
 def _framed(source: Source, at: Positions, end: Positions) -> tuple[Slots, Positions]:

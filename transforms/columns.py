@@ -42,9 +42,11 @@ from beam_ckpt.sidecar import (
     CellColumn,
     SidecarHeader,
     cell_column_name,
+    merge_newest_first,
     sidecar_schema,
 )
-from beam_ckpt.sidecar._order import latest_order, one_array
+from beam_ckpt.sidecar._order import every_in_order, latest_order, one_array
+from beam_ckpt.sidecar._schema import PATCH
 from beam_ckpt.transforms._buffers import BINARY, Source, int32_array, offsets_of, spread
 from beam_ckpt.transforms._encodings import (
     Codec,
@@ -65,6 +67,7 @@ from beam_ckpt.transforms._frames import (
     Slots,
     frame_lists,
     frame_values,
+    has_patch,
     read_frames,
     read_keys,
     write_frames,
@@ -351,7 +354,11 @@ class OperatorState:
 
         Args:
             records: The bytes of snapshot records (``SnapshotRecord.to_bytes()``), in the order in
-                which they were taken: of several of one key and window, the last one counts.
+                which they were taken: of several of one key and window, the last one counts, and
+                where that has a patch, what it says on top of those before it.
+
+        Returns:
+            A table of :attr:`schema`, and a column ``_patch`` if a record has one.
 
         Raises:
             UnsupportedFormatError: A record has a format that this version does not know.
@@ -360,13 +367,20 @@ class OperatorState:
             CheckpointTooLargeError: A column is too large for one piece.
         """
         array = pa.array(records, BINARY)
+        again = False
         if isinstance(array, pa.ChunkedArray):
             raise CheckpointTooLargeError(
                 f"operator {self.uid!r} has {array.nbytes} bytes in {len(array)} records, too many "
                 "for one piece: keep less under one key, or use more key groups."
             )
         with self._blaming(records):
-            order = latest_order(*read_keys(array))
+            keys = read_keys(array)
+        if has_patch(array):
+            # The last one alone does not say all.
+            places, starts = every_in_order(*keys)
+            order, again = pa.array(places), len(starts) < len(places)
+        else:
+            order = latest_order(*keys)
         if order is not None:
             array = array.take(order)
         parts = []
@@ -378,7 +392,13 @@ class OperatorState:
                     [cell.kind in _MANY_VALUES for cell in self.cells],
                 )
             parts.append(self._table(frames))
-        return pa.concat_tables(parts) if parts else self.schema.empty_table()
+        if not parts:
+            return self.schema.empty_table()
+        table = pa.concat_tables(parts)
+        if again:
+            table = merge_newest_first([table], keep_tombstones=True)
+        whole = table[PATCH].null_count == len(table)
+        return table.drop_columns([PATCH]) if whole else table
 
     def to_encoded(self, table: pa.Table) -> Iterator[tuple[bytes, bytes]]:
         """Yields the encoded key and the record of each row; columns are converted in slices.
@@ -431,8 +451,9 @@ class OperatorState:
             frames.updated,
             frames.timers,
             frames.carried,
+            frames.patch,
         ]
-        return pa.Table.from_arrays(columns, schema=self.schema)
+        return pa.Table.from_arrays(columns, schema=self.schema.append(pa.field(PATCH, BINARY)))
 
     @contextmanager
     def _blaming(self, records: Sequence[bytes]) -> Iterator[None]:
@@ -466,6 +487,7 @@ class OperatorState:
                 cells,
                 one_array(rows["_timers"]),
                 one_array(rows["_carried"]),
+                one_array(rows[PATCH]) if PATCH in rows.column_names else None,
             )
         return zip(_objects(keys), _objects(records), strict=True)
 

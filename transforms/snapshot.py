@@ -5,13 +5,19 @@ was touched in an epoch; the writer groups records by key group and turns them i
 Everything in a record is encoded already: cells that a runner caches are live objects, so what a
 record holds must not change after it was taken.
 
+A record may hold only what changed since the key's record before: its patch says of each cell
+whether it is replaced, kept, or has items added to it. Timers and carried outputs are always whole.
+
 The bytes of a record (format 1), in order::
 
     version           one byte, 1
-    flags             one byte: 1 deleted, 2 timers follow the cells, 4 carried outputs follow them
+    flags             one byte: 1 deleted, 2 timers follow the cells, 4 carried outputs follow them,
+                      8 a patch stands before the cells
     updated           8 bytes, big-endian, signed
     key, window       each: length, bytes
-    cells             count, then per cell one head and what it announces:
+    count             of the cells
+    patch             one byte a cell: 0 replaced, 1 kept (and empty here), 2 added to
+    cells             per cell one head and what it announces:
                         head 0       no value
                         head 2n + 1  a value of n bytes
                         head 2n + 2  a list of n items, each: length, bytes
@@ -28,18 +34,19 @@ knows this format too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NoReturn
 
 from beam_ckpt.errors import InvalidCheckpointError, UnsupportedFormatError
+from beam_ckpt.sidecar._patch import APPEND, KEEP, REPLACE
 
-__all__ = ["CarriedOutput", "SavedTimer", "SnapshotRecord"]
+__all__ = ["APPEND", "KEEP", "REPLACE", "CarriedOutput", "SavedTimer", "SnapshotRecord"]
 
 TimerDomain = Literal["event", "processing"]
 """Which clock a saved timer waits for."""
 
 FORMAT = 1
-DELETED, TIMERS, CARRIED = 1, 2, 4
+DELETED, TIMERS, CARRIED, PATCHED = 1, 2, 4, 8
 DOMAINS: tuple[TimerDomain, ...] = ("event", "processing")
 
 _BYTE = tuple(bytes((n,)) for n in range(256))
@@ -98,6 +105,8 @@ class SnapshotRecord:
             value is what ``coder.encode(value)`` gives.
         timers: The pending timers.
         carried: Outputs beyond the cut, in the order in which they were emitted.
+        patch: What the record does with each cell, a byte each: `REPLACE`, `KEEP` (the cell is
+            empty here), or `APPEND` (only to a cell of many). None: it replaces them all.
     """
 
     key: bytes
@@ -107,6 +116,33 @@ class SnapshotRecord:
     cells: tuple[bytes | tuple[bytes, ...] | None, ...]
     timers: tuple[SavedTimer, ...]
     carried: tuple[CarriedOutput, ...]
+    patch: bytes | None = None
+
+    def onto(self, before: SnapshotRecord | None) -> SnapshotRecord:
+        """Returns what this record and the key's one before it say together.
+
+        Sidecars are merged in columns (`beam_ckpt.sidecar.merge_newest_first`); this is the same
+        in plain words.
+        """
+        if self.patch is None or before is None:
+            return self
+        cells: list[bytes | tuple[bytes, ...] | None] = []
+        patch = bytearray()
+        earlier = before.patch or bytes(len(before.cells))
+        parts = zip(self.patch, self.cells, earlier, before.cells, strict=True)
+        for code, cell, was_code, was in parts:
+            if code == REPLACE:
+                cells.append(cell)
+                patch.append(REPLACE)
+            elif code == KEEP:
+                cells.append(was)
+                patch.append(was_code)
+            else:
+                assert not isinstance(cell, bytes)
+                assert not isinstance(was, bytes)
+                cells.append((*(was or ()), *(cell or ())))
+                patch.append(APPEND if was_code == KEEP else was_code)
+        return replace(self, cells=tuple(cells), patch=bytes(patch) if any(patch) else None)
 
     def to_bytes(self) -> bytes:
         """Returns the record in the format of this module.
@@ -116,8 +152,10 @@ class SnapshotRecord:
             UnicodeEncodeError: A timer's or output's name has a lone surrogate.
         """
         byte = _BYTE
-        key, window, cells = self.key, self.window, self.cells
+        key, window, cells, patch = self.key, self.window, self.cells, self.patch
         flags = DELETED if self.deleted else 0
+        if patch is not None:
+            flags |= PATCHED
         if self.timers:
             flags |= TIMERS
         if self.carried:
@@ -136,6 +174,8 @@ class SnapshotRecord:
             byte[c] if c < 128 else _varint(c),
         ]
         add = parts.append
+        if patch is not None:
+            add(patch)
         for cell in cells:
             if cell is None:
                 add(b"\x00")
@@ -243,7 +283,7 @@ def _parse(cls: type[SnapshotRecord], data: bytes, where: str) -> SnapshotRecord
             "Restore with the version that wrote it, or a newer one."
         )
     flags = data[1]
-    if flags > 7:
+    if flags > 15:
         _malformed(where, data, f"unknown flags {flags:#04x}")
     n = data[10]
     i = 11
@@ -263,6 +303,12 @@ def _parse(cls: type[SnapshotRecord], data: bytes, where: str) -> SnapshotRecord
         n, i = _long_varint(data, end, where)
         if n > size - i:
             _malformed(where, data, f"it announces {n} cells")
+    patch = None
+    if flags & PATCHED:
+        patch = data[i : i + n]
+        i += n
+        if i > size:
+            _malformed(where, data, "it ends too early")
     cells: list[bytes | tuple[bytes, ...] | None] = []
     for _ in range(n):
         n = data[i]
@@ -293,6 +339,8 @@ def _parse(cls: type[SnapshotRecord], data: bytes, where: str) -> SnapshotRecord
             cells.append(tuple(items))
         else:
             cells.append(None)
+    if patch is not None and not _fits(patch, cells, flags):
+        _malformed(where, data, "its patch is none of these cells'")
     timers: tuple[SavedTimer, ...] = ()
     carried: tuple[CarriedOutput, ...] = ()
     if flags & TIMERS:
@@ -304,7 +352,18 @@ def _parse(cls: type[SnapshotRecord], data: bytes, where: str) -> SnapshotRecord
     if i != size:
         _malformed(where, data, f"{abs(size - i)} bytes {'left over' if i < size else 'missing'}")
     updated = int.from_bytes(data[2:10], "big", signed=True)
-    return cls(key, window, flags & DELETED != 0, updated, tuple(cells), timers, carried)
+    return cls(key, window, flags & DELETED != 0, updated, tuple(cells), timers, carried, patch)
+
+
+def _fits(patch: bytes, cells: list[bytes | tuple[bytes, ...] | None], flags: int) -> bool:
+    if flags & DELETED or not any(patch):
+        return False
+    return all(
+        code == REPLACE
+        or (code == KEEP and not cell and type(cell) is not bytes)
+        or (code == APPEND and type(cell) is not bytes)
+        for code, cell in zip(patch, cells, strict=True)
+    )
 
 
 def _parse_timers(data: bytes, i: int, where: str) -> tuple[tuple[SavedTimer, ...], int]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from apache_beam.transforms.window import (
     FixedWindows,
     GlobalWindow,
@@ -19,6 +20,7 @@ from apache_beam.transforms.window import (
     WindowFn,
 )
 
+from beam_ckpt.sidecar import PATCH
 from beam_ckpt.transforms.snapshot import SnapshotRecord
 
 __all__ = ["is_over", "left_over", "window_identity", "without_what_is_over"]
@@ -66,13 +68,17 @@ def left_over(record: SnapshotRecord, boundary: int | None) -> SnapshotRecord | 
     if not carried:
         return None
     nothing = tuple(() if isinstance(cell, tuple) else None for cell in record.cells)
-    return replace(record, cells=nothing, timers=(), carried=carried)
+    return replace(record, cells=nothing, timers=(), carried=carried, patch=None)
 
 
 def without_what_is_over(
     table: pa.Table, window_coder: Any, boundary: int | None, lateness: int
 ) -> pa.Table:
-    """Rows of a key group without those of which nothing is left at a cut."""
+    """Rows of a key group without those of which nothing is left at a cut.
+
+    Rows of a window that is over are whole then, and have no more than their outputs beyond the
+    cut to say.
+    """
     encoded = table["_window"].unique().to_pylist()
     windows = {data: window_coder.decode(data) for data in encoded}
     over = {data for data, window in windows.items() if is_over(window, boundary, lateness)}
@@ -85,7 +91,13 @@ def without_what_is_over(
             table["_window"].to_pylist(), table["_carried"].to_pylist(), strict=True
         )
     ]
-    return table.filter(pa.array(keep))
+    table = table.filter(pa.array(keep))
+    if PATCH not in table.column_names:
+        return table
+    # Nothing is left of the cells, whatever was before: what these rows stand on may be gone.
+    stays = pc.invert(pc.is_in(table["_window"], pa.array(sorted(over), table["_window"].type)))
+    patch = pc.if_else(stays, table[PATCH], pa.scalar(None, table[PATCH].type))
+    return table.set_column(table.schema.get_field_index(PATCH), table.schema.field(PATCH), patch)
 
 
 def _micros(output: dict[str, Any]) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import apache_beam as beam
+import pyarrow as pa
 from apache_beam.coders import coders
 from apache_beam.transforms import userstate
 from apache_beam.transforms.window import TimestampedValue
@@ -21,7 +22,7 @@ from apache_beam.utils.timestamp import Timestamp
 from beam_ckpt.errors import CheckpointNotFoundError
 from beam_ckpt.lineage import NewSidecar, files_to_keep, stands_on
 from beam_ckpt.manifest import CheckpointManifest, SidecarEntry
-from beam_ckpt.sidecar import encode_pages, stream_chain
+from beam_ckpt.sidecar import PATCH, PageStream, encode_pages, stream_chain
 from beam_ckpt.store import CheckpointStore
 from beam_ckpt.transforms._limits import DEFAULT_LIMITS, Limits
 from beam_ckpt.transforms._runs import Runs
@@ -265,17 +266,26 @@ class WriteSidecarsFn(ClockedDoFn):
     ) -> Iterator[tuple[bytes, int]]:
         """The files that take the place of all that is above `keeps` files of a chain."""
         operator, limits, at = self._operators[uid], self._limits, self._cut(boundary)
+        coder, lateness = operator.window_coder, operator.lateness
+
+        def without_over(pages: Iterable[pa.Table]) -> Iterator[pa.Table]:
+            return (without_what_is_over(page, coder, at, lateness) for page in pages)
+
+        # What came late, of a window that is over by now, may stand on rows that are gone.
+        newer = [
+            PageStream(new.schema, without_over(new.pages)) if PATCH in new.schema.names else new
+            for new in records.streams()
+        ]
         stream = stream_chain(
             chain[keeps:],
             self._store.read_sidecar,
             operator.schema,
-            newer=records.streams(),
+            newer=newer,
             keep_tombstones=keeps > 0,
         )
         pages = stream.pages
         if chain and not keeps:
-            coder, lateness = operator.window_coder, operator.lateness
-            pages = (without_what_is_over(page, coder, at, lateness) for page in pages)
+            pages = without_over(pages)
         return encode_pages(
             pages,
             operator.header(key_group=key_group, boundary=at, kind="delta" if keeps else "full"),

@@ -38,6 +38,7 @@ from beam_ckpt.sidecar._merge import merge_newest_first
 from beam_ckpt.sidecar._order import latest_in_order
 from beam_ckpt.sidecar._schema import (
     CARRIED,
+    PATCH,
     TIMERS,
     CellColumn,
     SidecarHeader,
@@ -48,6 +49,7 @@ from beam_ckpt.sidecar._stream import PageStream
 
 __all__ = [
     "CARRIED",
+    "PATCH",
     "ROW_GROUP_BYTES",
     "ROW_GROUP_ROWS",
     "TIMERS",

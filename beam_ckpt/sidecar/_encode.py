@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from beam_ckpt.errors import InvalidCheckpointError
 from beam_ckpt.sidecar._bounds import MAX_DECODED_BYTES, check_limit, decoded_size
-from beam_ckpt.sidecar._schema import KEY, METADATA_KEY, PATCH, SidecarHeader, check_columns
+from beam_ckpt.sidecar._schema import KEY, METADATA_KEY, SidecarHeader, check_columns
 from beam_ckpt.sidecar._seal import sealed
 
 __all__ = ["ROW_GROUP_BYTES", "ROW_GROUP_ROWS", "encode_pages", "encode_sidecar"]
@@ -86,8 +85,6 @@ def encode_pages(
         CheckpointTooLargeError: The columns of a file are over the limit.
     """
     where = _where(header)
-    if PATCH in schema.names and header.format_version < 2:
-        header = replace(header, format_version=2)
     check_columns(header, schema, where=where)
     file: _File | None = None
     for page in _row_groups(pages, row_group_rows, row_group_bytes):

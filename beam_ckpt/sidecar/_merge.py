@@ -153,7 +153,7 @@ def _refuse(rows: pa.Table, codes: Codes) -> None:
     bad = np.flatnonzero(codes.any(axis=1))
     key = rows["_key"][int(bad[0])].as_py()
     raise InvalidCheckpointError(
-        f"{len(bad)} keys, {key[:50]!r} first, have what changed of their state, and the state "
-        "that it stands on is in none of the sidecars: one is missing, or they were swapped. "
-        "Restore from an older checkpoint."
+        f"{len(bad)} rows, that of key {key[:50]!r} first, say only what changed, and what they "
+        "stand on is in none of the sidecars: one is missing, or they were swapped. Restore from "
+        "an older checkpoint."
     )

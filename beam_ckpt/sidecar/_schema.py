@@ -24,11 +24,11 @@ __all__ = [
     "sidecar_schema",
 ]
 
-FORMAT_VERSION = 1
-"""The sidecar format this library writes."""
+FORMAT_VERSION = 2
+"""The sidecar format this library writes. It reads every one released so far (1 and 2).
 
-_READABLE = 2
-# Format 2 has rows that hold only what changed (``_patch``), in deltas that have such rows.
+Format 2 has deltas whose rows may hold only what changed (``_patch``).
+"""
 
 METADATA_KEY = b"beam_ckpt.sidecar"
 """Of the header, in the metadata of the file."""
@@ -163,10 +163,10 @@ class SidecarHeader:
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             _malformed(where, f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}")
-        if not 1 <= header.format_version <= _READABLE:
+        if not 1 <= header.format_version <= FORMAT_VERSION:
             raise UnsupportedFormatError(
                 f"{where} has sidecar format {header.format_version}; this version of beam_ckpt "
-                f"reads formats 1 to {_READABLE}. Read it with the version that wrote it, or "
+                f"reads formats 1 to {FORMAT_VERSION}. Read it with the version that wrote it, or "
                 "a newer one."
             )
         for what in ("name", "column"):
@@ -205,8 +205,13 @@ def check_columns(header: SidecarHeader, found: pa.Schema, *, where: str) -> Non
         InvalidCheckpointError: It has not.
     """
     own = [*_OWN_FIELDS]
-    if found.names[-1:] == [PATCH] and header.kind == "delta" and header.format_version > 1:
+    if found.names[-1:] == [PATCH] and header.format_version > 1:
         own.append(_PATCH_FIELD)
+    if header.kind == "full" and PATCH in found.names:
+        raise InvalidCheckpointError(
+            f"{where} is to be all of its key group, and has rows that say only what changed: what "
+            "they stand on is missing. Restore from an older checkpoint."
+        )
     expected = [KEY, *(cell.column for cell in header.cells), *(field.name for field in own)]
     if found.names != expected:
         raise InvalidCheckpointError(

@@ -21,6 +21,7 @@ only, is dated below the watermark that the operator's holds let through.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,9 +50,10 @@ from beam_ckpt.transforms.keyed_state.operator import (
     KeyedOperator,
     OperatorConfig,
     needs_buffer,
+    saves_again,
 )
 from beam_ckpt.transforms.signature import Signature, read_signature
-from beam_ckpt.transforms.snapshot import SnapshotRecord
+from beam_ckpt.transforms.snapshot import APPEND, SnapshotRecord
 from beam_ckpt.transforms.windows import is_over, left_over
 
 __all__ = ["Chaos", "FakeCheckpoint", "FakeRun", "run_faked", "state_of"]
@@ -95,6 +97,8 @@ class FakeRun:
 
     Attributes:
         outputs: In the order in which they were made.
+        records: How many records of cuts were made, by what they hold.
+        written: All of them, with their boundaries, in order of these.
         checkpoints: One for each boundary at which a record came, in order; the last boundary of
             the run is always among them.
         left: Slots of which the runner still holds state at the end.
@@ -103,6 +107,8 @@ class FakeRun:
     """
 
     outputs: list[Output] = field(default_factory=list)
+    records: Counter[str] = field(default_factory=Counter)
+    written: list[tuple[int, bytes]] = field(default_factory=list)
     checkpoints: list[FakeCheckpoint] = field(default_factory=list)
     left: list[Slot] = field(default_factory=list)
     downstream: list[Arrive | Advance] = field(default_factory=list)
@@ -149,13 +155,17 @@ class _Clock:
 class _Cells:
     """What the runner holds for one key and window."""
 
-    def __init__(self, signature: Signature, value_coder: Any, last: int) -> None:
+    def __init__(
+        self, signature: Signature, value_coder: Any, last: int, saves_again: bool
+    ) -> None:
         self.control, self.buffer = _Bag(BytesCoder()), _Bag(BufferCoder(value_coder))
         self.growing = [
             _Bag(cell.coder, distinct=cell.kind == "set")
             for cell in signature.cells
             if cell.kind in ("bag", "set", "ordered_list")
         ]
+        if saves_again:
+            self.growing += [_Bag(cell.coder) for cell in signature.cells if cell.kind == "bag"]
         self.clock = _Clock(last)
 
     @property
@@ -288,6 +298,7 @@ class _Runner:
         )
         self._operator = KeyedOperator(fn, self._signature, config)
         self._buffers = needs_buffer(self._signature, config)
+        self._saves_again = saves_again(config)
         self._slots: dict[Slot, _Cells] = {}
         self._watermark = BEFORE_ALL
         # The watermark downstream: held by every clock that is set.
@@ -426,7 +437,8 @@ class _Runner:
 
     def _new_cells(self, slot: Slot) -> _Cells:
         last = self._windowing.expiry(slot[1])
-        return _Cells(self._signature, self._value_coder, DRAINED if last is None else last)
+        last = DRAINED if last is None else last
+        return _Cells(self._signature, self._value_coder, last, self._saves_again)
 
     def _attempt(self, events: Sequence[_Live | _Fire]) -> list[Output | tuple[int, Slot, Any]]:
         made: list[Output | tuple[int, Slot, Any]] = []
@@ -496,10 +508,22 @@ class _Runner:
         last = self._epochs.last
         for boundary in sorted({*self._records, last}):
             for slot, record in self._records.get(boundary, {}).items():
-                kept[slot] = record
+                self._run.records[_holding(record)] += 1
+                self._run.written.append((boundary, record.to_bytes()))
+                kept[slot] = record.onto(kept.get(slot))
+            for slot, record in kept.items():
+                assert record.patch is None, f"what {slot} stands on is not in the chain: {record}"
             found = {slot: record for slot, record in kept.items() if not record.deleted}
+            if not self._calm and self._random.random() < 0.3:
+                kept = dict(found)  # a full sidecar has no tombstones
             at = None if boundary == DRAINED else boundary
             self._run.checkpoints.append(FakeCheckpoint(at, found))
+
+
+def _holding(record: SnapshotRecord) -> str:
+    if record.patch is None:
+        return "deleted" if record.deleted else "whole"
+    return "items added" if APPEND in record.patch else "some cells"
 
 
 def state_of(

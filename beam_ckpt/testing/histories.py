@@ -127,8 +127,13 @@ def comparable(program: Program, state: State) -> State:
     }
 
 
-def check_faked(history: History) -> None:
-    """Runs a history without a runner; an `AssertionError` says what is not as in the oracle."""
+def check_faked(history: History) -> Counter[str]:
+    """Runs a history without a runner; an `AssertionError` says what is not as in the oracle.
+
+    Returns:
+        How many records of cuts there were, by what they hold.
+    """
+    records: Counter[str] = Counter()
     program, fn = history.program, dofn(history.program)
     signature = read_signature(fn)
     windowing = history.window_fn, history.lateness
@@ -154,6 +159,7 @@ def check_faked(history: History) -> None:
             lateness=history.lateness,
         )
         groups = key_groups
+        records += run.records
         expected = run_event_loop(
             fn,
             history.elements,
@@ -178,6 +184,7 @@ def check_faked(history: History) -> None:
         # (The runner itself drops what is left of a window that is over.)
         kept = {s for s in run.left if s[1] == GlobalWindow()} - set(whole.state)
         assert not kept, f"the runner is left with state of {kept}, and nothing is in it"
+    return records
 
 
 def _check_between(
@@ -328,9 +335,13 @@ def histories(
     from hypothesis import strategies as st
 
     choice = st.booleans()
-    data_sets = strategies.data_sets(min_size=1, max_size=max_size)
+    data_sets = st.one_of(
+        strategies.data_sets(min_size=1, max_size=max_size), strategies.trickles(max_size)
+    )
     intervals = st.one_of(st.none(), strategies.intervals())
-    groups = st.tuples(*[strategies.key_group_counts()] * 6)
+    # Where the number changes all is written anew, and nothing stands on what was before.
+    count = strategies.key_group_counts()
+    groups = st.one_of(count.map(lambda n: (n,) * 6), st.tuples(*[count] * 6))
     chunk_bytes = st.sampled_from([CHUNK_BYTES, CHUNK_BYTES, 40, 7])
     chaos = st.builds(Chaos, st.integers(0, 1 << 16), choice, chunk_bytes)
     windows, lags = st.sampled_from(WINDOWS), st.sampled_from(lateness)
@@ -420,7 +431,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             counts["chains of two"] += 1
             check_chain_faked(example)
         else:
-            check_faked(example)
+            for held, number in check_faked(example).items():
+                counts[f"records: {held}"] += number
         count(example.first if isinstance(example, Chain) else example, counts)
 
     try:

@@ -25,6 +25,7 @@ __all__ = [
     "keys",
     "stream_plans",
     "times",
+    "trickles",
 ]
 
 _MS = 1_000
@@ -76,6 +77,24 @@ def data_sets(
         return cast(DataSet, tuple(elements[:max_size]))
 
     return st.lists(burst, min_size=min_size, max_size=max_size).map(in_one)
+
+
+@cache
+def trickles(max_size: int = 24) -> SearchStrategy[DataSet]:
+    """Data sets of one or two keys whose elements come again and again, over many epochs."""
+    from hypothesis import strategies as st
+
+    gap = st.sampled_from([0, 10 * _SECOND, 25 * _SECOND, 70 * _SECOND])
+    member = st.tuples(gap, st.sampled_from("aab"), st.integers(0, 12))
+
+    def one_after_the_other(members: list[tuple[int, str, int]]) -> DataSet:
+        at, elements = -60 * _SECOND, []
+        for after, key, value in members:
+            at += after
+            elements.append((at, key, value))
+        return tuple(elements)
+
+    return st.lists(member, min_size=5, max_size=max_size).map(one_after_the_other)
 
 
 def cuts(*, max_cuts: int = 5, aligned_to: Sequence[int] = ()) -> SearchStrategy[tuple[int, ...]]:

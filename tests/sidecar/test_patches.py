@@ -280,7 +280,7 @@ def test_a_delta_has_its_patches_in_a_file() -> None:
 
 
 def test_a_full_sidecar_cannot_have_patches() -> None:
-    with pytest.raises(InvalidCheckpointError, match="has the columns"):
+    with pytest.raises(InvalidCheckpointError, match="what they stand on is missing"):
         encode_sidecar(table(ROWS), replace(HEADER, kind="full"))
     with pytest.raises(InvalidCheckpointError, match="has the columns"):
         encode_sidecar(table(ROWS), replace(HEADER, format_version=1))

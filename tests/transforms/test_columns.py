@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Literal, NamedTuple, Optional
 
 import apache_beam as beam
 import duckdb
@@ -39,7 +39,14 @@ from hypothesis import strategies as st
 from beam_ckpt.errors import InvalidCheckpointError, PipelineRefusedError
 from beam_ckpt.sidecar import decode_sidecar, encode_sidecar
 from beam_ckpt.transforms.columns import CellState, OperatorState, coder_identity
-from beam_ckpt.transforms.snapshot import CarriedOutput, SavedTimer, SnapshotRecord
+from beam_ckpt.transforms.snapshot import (
+    APPEND,
+    KEEP,
+    REPLACE,
+    CarriedOutput,
+    SavedTimer,
+    SnapshotRecord,
+)
 
 
 class Flight(NamedTuple):
@@ -561,17 +568,35 @@ _carried = st.builds(
     value=st.binary(max_size=150),
 )
 _value = st.none() | st.binary(max_size=150)
+_whole_record = st.builds(
+    SnapshotRecord,
+    key=st.binary(max_size=150),
+    window=st.binary(max_size=3),
+    deleted=st.booleans(),
+    updated=_times,
+    cells=st.tuples(_value, st.lists(st.binary(max_size=150), max_size=3).map(tuple), _value),
+    timers=st.lists(_timers, max_size=2).map(tuple),
+    carried=st.lists(_carried, max_size=2).map(tuple),
+)
+_codes = st.tuples(
+    st.sampled_from([REPLACE, KEEP]),
+    st.sampled_from([REPLACE, KEEP, APPEND]),
+    st.sampled_from([REPLACE, KEEP]),
+).filter(any)
+
+
+def _with_patch(record: SnapshotRecord, codes: tuple[int, ...]) -> SnapshotRecord:
+    nothing = None, (), None
+    cells = tuple(
+        empty if code == KEEP else cell
+        for cell, code, empty in zip(record.cells, codes, nothing, strict=True)
+    )
+    return replace(record, deleted=False, cells=cells, patch=bytes(codes))
+
+
+_any_record = _whole_record | st.builds(_with_patch, _whole_record, _codes)
 _any_records = st.lists(
-    st.builds(
-        SnapshotRecord,
-        key=st.binary(max_size=150),
-        window=st.binary(max_size=3),
-        deleted=st.booleans(),
-        updated=_times,
-        cells=st.tuples(_value, st.lists(st.binary(max_size=150), max_size=3).map(tuple), _value),
-        timers=st.lists(_timers, max_size=2).map(tuple),
-        carried=st.lists(_carried, max_size=2).map(tuple),
-    ),
+    _any_record,
     max_size=8,
     unique_by=lambda record: (record.key, record.window),
 )
@@ -596,6 +621,30 @@ def test_records_of_any_kind_come_back(records: list[SnapshotRecord], copies: in
     assert sorted(found, key=repr) == sorted(
         {(r.key, r.window): r for r in every}.values(), key=repr
     )
+
+
+@given(
+    st.lists(
+        st.builds(
+            lambda record, key: replace(record, key=key, window=b""),
+            _any_record,
+            st.sampled_from([b"", b"a", b"b"]),
+        ),
+        max_size=12,
+    )
+)
+def test_several_records_of_a_key_are_what_they_say_together(records: list[SnapshotRecord]) -> None:
+    latest: dict[bytes, SnapshotRecord] = {}
+    for record in records:
+        latest[record.key] = record.onto(latest.get(record.key))
+    table = _three_cells.to_table(records)
+    assert list(_three_cells.to_records(table)) == [latest[key] for key in sorted(latest)]
+    whole = all(record.patch is None for record in latest.values())
+    assert ("_patch" in table.column_names) == (not whole)
+    kind: Literal["full", "delta"] = "full" if whole else "delta"
+    header = _three_cells.header(key_group=0, boundary=1, kind=kind)
+    file = encode_sidecar(table, replace(header, format_version=2))
+    assert decode_sidecar(file, where="a test")[1].equals(table)
 
 
 @given(_any_records)
@@ -624,7 +673,9 @@ def test_a_changed_record_among_others_is_refused_or_comes_back(
         table = _three_cells.encoded_to_table(encoded)
     except InvalidCheckpointError:
         return
-    latest = {(r.key, r.window): r for r in map(SnapshotRecord.from_bytes, encoded)}
+    latest: dict[tuple[bytes, bytes], SnapshotRecord] = {}
+    for r in map(SnapshotRecord.from_bytes, encoded):
+        latest[r.key, r.window] = r.onto(latest.get((r.key, r.window)))
     found = {(r.key, r.window): r for r in _three_cells.to_records(table)}
     # a cell of many that has no value is an empty one; nothing else may differ
     assert found == {
@@ -640,6 +691,14 @@ def test_a_changed_record_among_others_is_refused_or_comes_back(
         (SnapshotRecord(b"", b"", False, 0, (None,), (), ()).to_bytes(), "number of cells"),
         (SnapshotRecord(b"", b"", False, 0, ((), ()), (), ()).to_bytes(), "one value has many"),
         (SnapshotRecord(b"", b"", False, 0, (None, b""), (), ()).to_bytes(), "has one value"),
+        (
+            SnapshotRecord(b"", b"", False, 0, (None, ()), (), (), b"\2\0").to_bytes(),
+            "unknown byte",
+        ),
+        (
+            SnapshotRecord(b"", b"", False, 0, (b"", (b"",)), (), (), b"\1\0").to_bytes(),
+            "its patch is none of these cells'",
+        ),
     ],
 )
 def test_a_record_of_something_else_is_refused(record: bytes, message: str) -> None:

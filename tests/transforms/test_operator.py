@@ -82,6 +82,7 @@ class Key:
         self.control, self.buffer, self.clock = Bag(), Bag(), Clock()
         self.cells = signature.cells
         self.growing = [Bag() for cell in self.cells if cell.kind != "read_modify_write"]
+        self.growing += [Bag() for cell in self.cells if cell.kind == "bag"]
 
     def bundle(self, *steps) -> list[object]:
         self.operator.start_bundle()

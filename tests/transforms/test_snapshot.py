@@ -1,13 +1,21 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from beam_ckpt.errors import InvalidCheckpointError, UnsupportedFormatError
-from beam_ckpt.transforms.snapshot import CarriedOutput, SavedTimer, SnapshotRecord
+from beam_ckpt.transforms.snapshot import (
+    APPEND,
+    KEEP,
+    REPLACE,
+    CarriedOutput,
+    SavedTimer,
+    SnapshotRecord,
+)
 
 names = st.text(max_size=20)
 times = st.integers(-(2**63), 2**63 - 1)
@@ -39,6 +47,22 @@ records = st.builds(
         max_size=3,
     ).map(tuple),
 )
+
+
+@st.composite
+def patched(draw: st.DrawFn) -> SnapshotRecord:
+    """A record that holds only what changed."""
+    record = draw(records.filter(lambda r: len(r.cells) and not r.deleted))
+    patch, cells = bytearray(), []
+    for cell in record.cells:
+        code = draw(st.sampled_from([REPLACE, KEEP] + [APPEND] * isinstance(cell, tuple)))
+        kept: tuple[()] | None = () if isinstance(cell, tuple) else None
+        patch.append(code)
+        cells.append(kept if code == KEEP else cell)
+    return replace(record, cells=tuple(cells), patch=bytes(patch) if any(patch) else None)
+
+
+records = records | patched()
 
 
 @given(records)
@@ -86,7 +110,7 @@ def test_a_changed_record_is_refused_or_is_another_record(
     assert found.to_bytes() == changed
 
 
-@given(st.binary(max_size=60), st.integers(0, 9))
+@given(st.binary(max_size=60), st.integers(0, 17))
 def test_any_bytes_are_refused_or_are_a_record(tail: bytes, flags: int) -> None:
     data = bytes((1, flags)) + tail
     try:
@@ -129,3 +153,37 @@ def test_a_record_of_a_later_format_is_named() -> None:
 def test_a_time_beyond_64_bits_is_refused_when_written() -> None:
     with pytest.raises(OverflowError):
         SnapshotRecord(b"", b"", False, 2**63, (), (), ()).to_bytes()
+
+
+WHOLE = SnapshotRecord(b"k", b"", False, 1, (b"one", (b"a",), b"old"), (), ())
+
+
+def test_what_changed_stands_on_what_was_before() -> None:
+    patch = bytes((KEEP, APPEND, REPLACE))
+    record = SnapshotRecord(b"k", b"", False, 2, (None, (b"b",), b"new"), (), (), patch)
+    assert record.onto(WHOLE) == replace(record, cells=(b"one", (b"a", b"b"), b"new"), patch=None)
+    cleared = replace(record, updated=3, cells=(None, (), None), patch=bytes((KEEP, REPLACE, KEEP)))
+    both = cleared.onto(record)
+    assert both == replace(cleared, cells=(None, (), b"new"), patch=bytes((KEEP, REPLACE, REPLACE)))
+    assert both.onto(WHOLE) == cleared.onto(record.onto(WHOLE))
+    assert record.onto(None) == record
+
+
+@pytest.mark.parametrize(
+    ("cells", "patch", "flags"),
+    [
+        ((b"x", ()), bytes((KEEP, REPLACE)), 0),
+        ((b"", ()), bytes((KEEP, REPLACE)), 0),
+        ((b"x", (b"y",)), bytes((REPLACE, KEEP)), 0),
+        ((b"x", ()), bytes((APPEND, REPLACE)), 0),
+        ((b"x", ()), bytes((REPLACE, 3)), 0),
+        ((b"x", ()), bytes((REPLACE, REPLACE)), 0),
+        ((None, ()), bytes((KEEP, KEEP)), 1),
+    ],
+)
+def test_a_patch_that_none_could_be_is_refused(
+    cells: tuple[bytes | tuple[bytes, ...] | None, ...], patch: bytes, flags: int
+) -> None:
+    record = SnapshotRecord(b"k", b"", bool(flags), 0, cells, (), (), patch)
+    with pytest.raises(InvalidCheckpointError, match="its patch is none of these cells'"):
+        SnapshotRecord.from_bytes(record.to_bytes())

@@ -16,6 +16,7 @@ from apache_beam.utils.timestamp import Timestamp
 
 from beam_ckpt.transforms.keyed_state.clock import MS
 from beam_ckpt.transforms.keyed_state.control import SPILLED
+from beam_ckpt.transforms.snapshot import APPEND, KEEP, REPLACE
 
 if TYPE_CHECKING:
     from beam_ckpt.transforms.keyed_state.key import KeyState
@@ -74,6 +75,13 @@ class _PackedCell:
     def packed(self) -> bytes | object | None:
         """As `encoded`, but a value that is still in the overflow cell stays there, unread."""
         return SPILLED if self._encoded is SPILLED else self.encoded()
+
+    def saved(self) -> tuple[int, bytes | None]:
+        """What a record does with the cell, whose value has been packed, and the value."""
+        index = self._index
+        if self._key.control.written >> (index if index < 63 else 63) & 1:
+            return REPLACE, self.encoded()
+        return KEEP, None
 
     def restore(self, encoded: bytes | None) -> None:
         """Takes over saved bytes as they are."""
@@ -145,19 +153,20 @@ class CombiningCell(_PackedCell, userstate.CombiningValueRuntimeState):
 
 
 class _Own:
-    """What a runner's cell holds, each object that could be changed as a copy of the reader's own.
+    """What runners' cells hold, each object that could be changed as a copy of the reader's own.
 
     Some runners hand out, or keep until the bundle ends, the very objects of their cache.
     """
 
-    __slots__ = ("_coder", "_values")
+    __slots__ = ("_coder", "_parts")
 
-    def __init__(self, values: Iterable[Any], coder: Any) -> None:
-        self._values, self._coder = values, coder
+    def __init__(self, coder: Any, *parts: Iterable[Any]) -> None:
+        self._parts, self._coder = parts, coder
 
     def __iter__(self) -> Iterator[Any]:
-        for value in self._values:
-            yield _own(value, self._coder)
+        for part in self._parts:
+            for value in part:
+                yield _own(value, self._coder)
 
 
 def _own(value: Any, coder: Any) -> Any:
@@ -176,7 +185,9 @@ class _GrowingCell:
 
     def add(self, value: Any) -> None:
         self._cell.add(_own(value, self._coder))
-        self._key.control.filled |= self._bit
+        control = self._key.control
+        control.filled |= self._bit
+        control.touched |= self._bit
         self._key.changed = True
 
     def clear(self) -> None:
@@ -184,7 +195,14 @@ class _GrowingCell:
         if control.filled & self._bit:
             self._cell.clear()
             control.filled &= ~self._bit
+            control.touched |= self._bit
             self._key.changed = True
+
+    def saved(self) -> tuple[int, tuple[bytes, ...]]:
+        """What a record does with the cell, and the values that it has to hold for that."""
+        if self._key.control.touched & self._bit:
+            return REPLACE, self.encoded()
+        return KEEP, ()
 
     def encoded(self) -> tuple[bytes, ...]:
         """The values in their coder's bytes, now: cached state holds live objects."""
@@ -205,12 +223,58 @@ class _GrowingCell:
 
 
 class BagCell(_GrowingCell, userstate.BagRuntimeState):
-    """The author's bag."""
+    """The author's bag; what was added since the key's last record is in a cell of its own.
+
+    So a record can have these items alone, and the others are not read for it. A bag that was
+    cleared since, or of a key of which there is no record, is in the one cell until the next.
+    """
+
+    __slots__ = ("_recent",)
+
+    def __init__(self, key: KeyState, bit: int, cell: Any, coder: Any, recent: Any) -> None:
+        super().__init__(key, bit, cell, coder)
+        self._recent = recent
+
+    def add(self, value: Any) -> None:
+        control = self._key.control
+        if control.touched & self._bit:
+            self._cell.add(_own(value, self._coder))
+            control.filled |= self._bit
+        else:
+            self._recent.add(_own(value, self._coder))
+            control.recent |= self._bit
+        self._key.changed = True
 
     def read(self) -> Iterable[Any]:
-        if not self._key.control.filled & self._bit:
-            return []
-        return _Own(self._cell.read(), self._coder)
+        control = self._key.control
+        filled = control.filled & self._bit
+        if control.recent & self._bit:
+            if filled:
+                return _Own(self._coder, self._cell.read(), self._recent.read())
+            return _Own(self._coder, self._recent.read())
+        return _Own(self._coder, self._cell.read()) if filled else []
+
+    def clear(self) -> None:
+        control = self._key.control
+        if control.recent & self._bit:
+            self._recent.clear()
+            control.recent &= ~self._bit
+            self._key.changed = True
+        super().clear()
+
+    def saved(self) -> tuple[int, tuple[bytes, ...]]:
+        control = self._key.control
+        if not control.recent & self._bit:
+            return super().saved()
+        items = list(self._recent.read())
+        encode = self._coder.encode
+        values = tuple(encode(item) for item in items)
+        self._recent.clear()
+        for item in items:
+            self._cell.add(item)
+        control.recent &= ~self._bit
+        control.filled |= self._bit
+        return APPEND, values
 
 
 class SetCell(_GrowingCell, userstate.SetRuntimeState):
@@ -219,7 +283,7 @@ class SetCell(_GrowingCell, userstate.SetRuntimeState):
     def read(self) -> set[Any]:
         if not self._key.control.filled & self._bit:
             return set()
-        return set(_Own(self._cell.read(), self._coder))
+        return set(_Own(self._coder, self._cell.read()))
 
     def encoded(self) -> tuple[bytes, ...]:
         return tuple(sorted(super().encoded()))
@@ -257,15 +321,17 @@ class OrderedListCell(_GrowingCell, userstate.OrderedListRuntimeState):
             bisect.insort_right(self._items, item, key=_TIME)
         if not self._stale:
             self._cell.add(item)
-        self._key.control.filled |= self._bit
+        control = self._key.control
+        control.filled |= self._bit
+        control.touched |= self._bit
         self._key.changed = True
 
     def read(self) -> list[tuple[Timestamp, Any]]:
-        return [(Timestamp(micros=at), value) for at, value in _Own(self._all(), self._coder)]
+        return [(Timestamp(micros=at), value) for at, value in _Own(self._coder, self._all())]
 
     def read_range(self, min_timestamp: Any, limit_timestamp: Any) -> list[tuple[Timestamp, Any]]:
         first, limit = self._range(min_timestamp, limit_timestamp)
-        items = _Own(self._all()[first:limit], self._coder)
+        items = _Own(self._coder, self._all()[first:limit])
         return [(Timestamp(micros=at), value) for at, value in items]
 
     def clear_range(self, min_timestamp: Any, limit_timestamp: Any) -> None:
@@ -275,6 +341,7 @@ class OrderedListCell(_GrowingCell, userstate.OrderedListRuntimeState):
             del items[first:limit]
             self._stale = True
             self._key.changed = True
+            self._key.control.touched |= self._bit
             if not items:
                 self._key.control.filled &= ~self._bit
 

@@ -11,10 +11,10 @@ import struct
 
 from beam_ckpt.transforms.snapshot import CarriedOutput, SnapshotRecord
 
-__all__ = ["SPILLED", "Control"]
+__all__ = ["EVERY_CELL", "SPILLED", "Control"]
 
-_VERSION = 1
-_HEAD = struct.Struct("<BHqqqqqQ")
+_VERSION = 2
+_HEAD = struct.Struct("<BHqqqqqQQQQ")
 _BUFFER = struct.Struct("<Iqq")
 _TIMER = struct.Struct("<HIq")
 _COUNT = struct.Struct("<I")
@@ -25,6 +25,8 @@ _COUNTS = struct.Struct("<IIH")
 ) = (1 << i for i in range(9))  # fmt: skip
 _EMPTY_LENGTH, _SPILLED_LENGTH = 0xFFFFFFFF, 0xFFFFFFFE
 
+#: Of `touched` and `written`: nothing of the key is in the checkpoint's chain.
+EVERY_CELL = (1 << 64) - 1
 #: Stands for a value that is kept in the overflow cell because it is large.
 SPILLED = object()
 
@@ -45,6 +47,11 @@ class Control:
         horizon: What the runner's second clock is set to, or `None` (see `dofn.py`).
         updated: Event time of the last change.
         filled: Bit i: the i-th bag or set may hold something.
+        touched: Bit i: the i-th bag or set is not what the key's last record says, not even with
+            what was added to it since: the next record holds all of it.
+        recent: Bit i: something was added to the i-th bag since, and is in a cell of its own.
+        written: Bit i: the i-th packed cell is not what the key's last record says; the last bit
+            is for all cells from there on.
         buffered: Elements in the buffer.
         first_ready: When the first of them may be processed.
         last_ready: When the last of them may be.
@@ -67,12 +74,15 @@ class Control:
         "last_ready",
         "live",
         "open",
+        "recent",
         "restored",
         "saved",
         "timers",
+        "touched",
         "updated",
         "values",
         "wall_timers",
+        "written",
     )
 
     def __init__(self, floor: int, live: bool, packed_cells: int) -> None:
@@ -84,7 +94,8 @@ class Control:
         self.armed: int | None = None
         self.horizon: int | None = None
         self.updated = floor
-        self.filled = 0
+        self.filled = self.recent = 0
+        self.touched = self.written = EVERY_CELL
         self.buffered = 0
         self.first_ready = 0
         self.last_ready = 0
@@ -110,7 +121,7 @@ class Control:
         out = [
             _HEAD.pack(
                 _VERSION, flags, self.floor, open_ or 0, armed or 0, horizon or 0,
-                self.updated, self.filled,
+                self.updated, self.filled, self.touched, self.recent, self.written,
             ),
             _COUNTS.pack(len(self.timers), len(self.wall_timers), len(self.values)),
         ]  # fmt: skip
@@ -137,7 +148,9 @@ class Control:
     @classmethod
     def unpack(cls, data: bytes) -> Control:
         """The inverse of `pack`. The bytes are the runner's own state, never a file's."""
-        version, flags, floor, open_, armed, horizon, updated, filled = _HEAD.unpack_from(data)
+        (
+            version, flags, floor, open_, armed, horizon, updated, filled, touched, recent, written
+        ) = _HEAD.unpack_from(data)  # fmt: skip
         if version != _VERSION:
             raise ValueError(f"control cell of version {version}, this code reads {_VERSION}")
         at = _HEAD.size
@@ -152,6 +165,7 @@ class Control:
         self.armed = armed if flags & _ARMED else None
         self.horizon = horizon if flags & _HORIZON else None
         self.updated, self.filled = updated, filled
+        self.touched, self.recent, self.written = touched, recent, written
         for i in range(cells):
             (length,) = _COUNT.unpack_from(data, at)
             at += 4

@@ -20,7 +20,12 @@ from apache_beam.transforms import userstate
 
 from beam_ckpt.transforms.clocked import ClockedDoFn
 from beam_ckpt.transforms.keyed_state.key import BufferCoder
-from beam_ckpt.transforms.keyed_state.operator import KeyedOperator, OperatorConfig, needs_buffer
+from beam_ckpt.transforms.keyed_state.operator import (
+    KeyedOperator,
+    OperatorConfig,
+    needs_buffer,
+    saves_again,
+)
 from beam_ckpt.transforms.signature import SideInput, Signature, read_signature
 
 __all__ = ["StatefulWrapper", "wrap"]
@@ -115,7 +120,7 @@ def _sent(value: Any) -> Any:
 
 
 def _declare(dofn: StatefulWrapper, signature: Signature, config: OperatorConfig) -> None:
-    """Declares the cells: one for control and small values, the buffer, bags and sets.
+    """Declares the cells: one for control and small values, the buffer, bags (two each) and sets.
 
     Every declared cell costs a lookup per element in the SDK, so there are as few as possible.
     """
@@ -127,6 +132,10 @@ def _declare(dofn: StatefulWrapper, signature: Signature, config: OperatorConfig
             cells[f"cell{i}"] = userstate.BagStateSpec(cell.name, cell.coder)
         elif cell.kind in ("bag", "set"):
             cells[f"cell{i}"] = cell.spec
+    for i, cell in enumerate(signature.cells):
+        if cell.kind == "bag" and saves_again(config):  # what was added since the last record
+            name = f"ckpt_recent_{cell.name}"
+            cells[f"recent{i}"] = userstate.BagStateSpec(name, cell.coder)
     cells["buffer"] = userstate.BagStateSpec("ckpt_buffer", BufferCoder(config.value_coder))
     given: list[tuple[str, Any]] = [("windowed", beam.DoFn.WindowedValueParam)]
     if signature.process.finalizer:

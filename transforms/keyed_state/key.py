@@ -199,6 +199,7 @@ class KeyState:
         expiry: int,
         cells: tuple[AuthorCell, ...],
         runner_cells: Any,
+        packed: int,
         timers: tuple[TimerDomain, ...],
     ) -> None:
         self.key, self.window, self.expiry = key, window, expiry
@@ -206,7 +207,6 @@ class KeyState:
         self._versions = list(cell.read())
         # The newest is the greatest: versions begin with their number.
         data = self._loaded = max(self._versions, default=None)
-        packed = len(cells) - len(runner_cells)
         #: When the clock may still fire, where that is known.
         self._fires: set[int | None] | None = None
         if data is None:
@@ -233,7 +233,8 @@ class KeyState:
         self.packed: list[ReadModifyWriteCell | CombiningCell] = []
         self.cells: list[Any] = []
         self._ordered_lists: list[OrderedListCell] = []
-        growing = 0
+        # The runner's cells are those of bags and sets, then those for what is new in each bag.
+        growing, recent = 0, len(cells) - packed
         for cell_ in cells:
             kind, coder = cell_.kind, cell_.coder
             facade: Any
@@ -244,7 +245,13 @@ class KeyState:
                 facade = CombiningCell(self, len(self.packed), coder, cell_.combine_fn)
                 self.packed.append(facade)
             else:
-                facade = _GROWING[kind](self, 1 << growing, runner_cells[growing], coder)
+                cell = runner_cells[growing]
+                if kind == "bag":
+                    new = runner_cells[recent] if recent < len(runner_cells) else None
+                    facade = BagCell(self, 1 << growing, cell, coder, new)
+                    recent += 1
+                else:
+                    facade = _GROWING[kind](self, 1 << growing, cell, coder)
                 growing += 1
                 if kind == "ordered_list":
                     self._ordered_lists.append(facade)
@@ -371,7 +378,7 @@ class KeyState:
         for ordered_list in self._ordered_lists:
             ordered_list.flush()
         if self.packed:
-            self._pack_values()
+            self.pack_values()
         for chunk in self._chunks:
             if chunk_name(chunk) not in self._chunks_kept:
                 self._aux.add(Chunk(chunk))
@@ -414,21 +421,30 @@ class KeyState:
             self._cell.clear()
         self._cell.add(number.to_bytes(_NUMBER_BYTES, "big") + packed)
 
-    def _pack_values(self) -> None:
+    def pack_values(self) -> None:
+        """Brings `control` up to the packed cells, and notes which are not as they were."""
+        control = self.control
+        values = control.values
         for index, cell in enumerate(self.packed):
             value = cell.packed()
-            before = self.control.values[index]
+            before = values[index]
+            if value is before:
+                continue
             if isinstance(value, bytes) and len(value) > SPILL_BYTES:
-                if before is not SPILLED or self.spilled(index) != value:
-                    self._overflow_stale = True
-                    self._read_aux()
-                    self._overflow[index] = value
+                if before is SPILLED and self.spilled(index) == value:
+                    continue
+                self._overflow_stale = True
+                self._read_aux()
+                self._overflow[index] = value
                 value = SPILLED
-            elif before is SPILLED and value is not SPILLED:
+            elif before is SPILLED:
                 self._overflow_stale = True
                 self._read_aux()
                 self._overflow.pop(index, None)
-            self.control.values[index] = value
+            elif value == before:
+                continue
+            values[index] = value
+            control.written |= 1 << (index if index < 63 else 63)
 
     def next_cut(self, epochs: Epochs) -> tuple[int, int] | None:
         """The next boundary at which there is something to save, and when that is due, if any.
@@ -507,7 +523,7 @@ class KeyState:
             control.gated = False
 
 
-_GROWING: dict[str, Any] = {"bag": BagCell, "set": SetCell, "ordered_list": OrderedListCell}
+_GROWING: dict[str, Any] = {"set": SetCell, "ordered_list": OrderedListCell}
 
 
 def wall_timer_name(family: int, tag: str) -> str:

@@ -22,7 +22,12 @@ from apache_beam.transforms.window import GlobalWindow, TimestampedValue
 from apache_beam.utils.timestamp import Timestamp
 from apache_beam.utils.windowed_value import PANE_INFO_UNKNOWN, WindowedValue
 
-from beam_ckpt.errors import PipelineRefusedError, StateIncompatibleError, WatermarkError
+from beam_ckpt.errors import (
+    InvalidCheckpointError,
+    PipelineRefusedError,
+    StateIncompatibleError,
+    WatermarkError,
+)
 from beam_ckpt.keygroups import key_group
 from beam_ckpt.transforms.chunks import CHUNK_BYTES, cut, is_chunk
 from beam_ckpt.transforms.elements import Restored
@@ -30,13 +35,20 @@ from beam_ckpt.transforms.fast_state_cache import correct_state_cache
 from beam_ckpt.transforms.first_touch import SavedRecords
 from beam_ckpt.transforms.graph import NO_EVENT_TIME
 from beam_ckpt.transforms.keyed_state.clock import BEFORE_ALL, DRAINED, MS, NO_EXPIRY, Epochs
-from beam_ckpt.transforms.keyed_state.control import Control
+from beam_ckpt.transforms.keyed_state.control import EVERY_CELL, Control
 from beam_ckpt.transforms.keyed_state.key import KeyState, is_small
 from beam_ckpt.transforms.metrics import counter
 from beam_ckpt.transforms.signature import Call, Signature, TimerDomain
 from beam_ckpt.transforms.snapshot import CarriedOutput, SavedTimer, SnapshotRecord
 
-__all__ = ["DRAIN", "SNAPSHOTS", "KeyedOperator", "OperatorConfig", "needs_buffer"]
+__all__ = [
+    "DRAIN",
+    "SNAPSHOTS",
+    "KeyedOperator",
+    "OperatorConfig",
+    "needs_buffer",
+    "saves_again",
+]
 
 #: Tag of the output that carries snapshot records, whole or in chunks: (key group, (boundary in µs,
 #: bytes)).
@@ -119,6 +131,11 @@ def needs_buffer(signature: Signature, config: OperatorConfig) -> bool:
     )
 
 
+def saves_again(config: OperatorConfig) -> bool:
+    """Whether there can be a record of a key and then another: a bag's new items have a cell."""
+    return config.restoring or config.epochs.every is not None
+
+
 class KeyedOperator:
     """Runs the author's DoFn over the keys of one worker, bundle by bundle."""
 
@@ -163,6 +180,10 @@ class KeyedOperator:
         self.sides: Sequence[Any] = ()
         self.sides_of_element = len(signature.side_inputs) + len(process.finalizer[:1])
         self._given = (*process.sides, *((name, -1) for name in process.finalizer))
+        self._saves_again = saves_again(config)
+        self._packed_cells = sum(
+            cell.kind in ("read_modify_write", "combining") for cell in signature.cells
+        )
         self._windows, self._aligned = config.windows, config.aligned
         self._sorted = config.time_sorted
         self._has_wall_timers = "processing" in signature.domains
@@ -249,7 +270,8 @@ class KeyedOperator:
         """One element, live or restored; returns its outputs.
 
         `runners` is what the runner gives: control, bags and sets, the buffer if this operator has
-        one, the clock, and that of processing time if the DoFn has such timers.
+        one, the clock, and that of processing time if the DoFn has such timers. Behind bags and
+        sets there is a cell for what is new in each bag, if that can matter (`saves_again`).
         """
         key, value = element
         slot = (key, windowed.windows[0]) if self._windows else key
@@ -369,6 +391,7 @@ class KeyedOperator:
             expiry,
             self._signature.cells,
             cells,
+            self._packed_cells,
             self._signature.domains,
         )
         return state
@@ -636,18 +659,27 @@ class KeyedOperator:
         if boundary == config.epochs.last:
             memory.closed = self._has_wall_timers
             state.done = config.bounded and not memory.closed
+        patch: bytes | None = None
         if boundary <= state.expiry:
-            cells = tuple(cell.encoded() for cell in state.cells)
+            state.pack_values()
+            # What the key's last record says is not said, and not read, again.
+            saved = [cell.saved() for cell in state.cells]
+            cells = tuple(value for _, value in saved)
+            patch = bytes(code for code, _ in saved)
             timers = tuple(self._saved_timers(memory))
+            empty = not memory.filled and all(value is None for value in memory.values)
         else:
             # By then the window is over, and its state is gone.
             cells, timers = tuple(cell.nothing for cell in state.cells), ()
+            empty = True
         memory.carried = [out for out in memory.carried if out.timestamp >= boundary]
         carried = tuple(memory.carried)
-        deleted = not timers and not carried and all(c is None or c == () for c in cells)
+        deleted = not timers and not carried and empty
         if deleted and not memory.saved:
             return
         memory.saved = not deleted
+        memory.written = EVERY_CELL if deleted else 0
+        memory.touched = EVERY_CELL if deleted or not self._saves_again else 0
         key = config.key_coder.encode(state.key)
         record = SnapshotRecord(
             key,
@@ -657,6 +689,7 @@ class KeyedOperator:
             cells,
             timers,
             carried,
+            None if deleted or not patch or not any(patch) else patch,
         )
         self._saved.inc()
         group = key_group(key, config.key_groups)
@@ -699,11 +732,19 @@ class KeyedOperator:
                 return
             data = whole
         record = SnapshotRecord.from_bytes(data)
+        if record.patch is not None:
+            raise InvalidCheckpointError(
+                f"operator {config.uid!r}: the saved state of a key is only what changed since "
+                "another checkpoint. What to do: restore from an older checkpoint."
+            )
         for cell, saved in zip(state.cells, record.cells, strict=True):
             cell.restore(saved)
         for timer in record.timers:
             self._restore_timer(state, timer)
         memory.live = memory.restored = memory.saved = True
+        state.pack_values()
+        # Where files are not added to, the first record has to hold all.
+        memory.touched = memory.written = EVERY_CELL if config.rewrite else 0
         memory.updated = record.updated
         if memory.buffered:
             # They waited for this record; `_advance` sees what else they wait for.
