@@ -311,8 +311,7 @@ def test_files_are_those_of_the_manifests_each_once(root: Path) -> None:
     for row in rows:
         assert row["checkpoints"] == [id for id in listed if row["path"] in listed[id]]
     assert any(row["checkpoints"] == [1, 2, 3] for row in rows)
-    # A small file is merged into the next one: what it was in is not needed by the last any more.
-    assert any(3 not in row["checkpoints"] for row in rows)
+    assert all(3 in row["checkpoints"] for row in rows), "all are still needed by the last"
 
 
 def test_lineage_says_who_came_from_whom_and_what_was_added(root: Path) -> None:
