@@ -223,7 +223,9 @@ def _table_of_checkpoints(facts: Facts) -> str:
     listed = len(facts.checkpoints[-_LISTED:])
     note = "" if listed == len(facts.checkpoints) else f"The last {listed}."
     note = f"Times are in UTC. {note}"
-    return _section("Checkpoints", note, _table(heads, rows, numbers=(0, 4, 5, 6, 7, 8)))
+    return _section(
+        "Checkpoints", note, _table(heads, rows, numbers=(0, 4, 5, 6, 7, 8), whole=(1, 2, 3))
+    )
 
 
 def _cut(checkpoint: Checkpoint) -> str:
@@ -251,11 +253,18 @@ def _figure(picture: str) -> str:
     return f'<div class="wide" tabindex="0">{picture}</div>'
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
+def _table(
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    numbers: Sequence[int] = (),
+    whole: Sequence[int] = (),
+) -> str:
+    """A table; numbers stand to the right, and what is whole stays on one line."""
+    kinds = {**dict.fromkeys(whole, " class=w"), **dict.fromkeys(numbers, " class=n")}
+
     def cells(row: Sequence[str], tag: str) -> str:
         return "".join(
-            f"<{tag}{' class=n' if i in numbers else ''}>{_said(text)}</{tag}>"
-            for i, text in enumerate(row)
+            f"<{tag}{kinds.get(i, '')}>{_said(text)}</{tag}>" for i, text in enumerate(row)
         )
 
     body = "\n".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
@@ -304,8 +313,8 @@ svg text.faint { fill: var(--faint); } svg text.warn { fill: var(--warn); font-w
 table { border-collapse: collapse; font-size: .875rem; }
 th, td { text-align: left; vertical-align: top; padding: .25rem .6rem .25rem 0;
   border-bottom: 1px solid var(--line); }
-td { max-width: 26rem; overflow-wrap: anywhere; }
-th, td:not(:last-child) { white-space: nowrap; }
+td { max-width: 22rem; overflow-wrap: anywhere; }
+th, .w { white-space: nowrap; }
 td:last-child { min-width: 8rem; }
 .n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 @media print { :root { --back: #fff; --text: #000; --faint: #444; --line: #999; --panel: #fff;

@@ -38,9 +38,8 @@ from beam_ckpt.transforms.snapshot import SnapshotRecord
 
 S = 1_000_000
 WINDOWS = GlobalWindows().get_window_coder()
-TOTALS = OperatorState(
-    "totals", StrUtf8Coder(), WINDOWS, (CellState("n", "bag", VarIntCoder()),), False
-)
+CELLS = tuple(CellState(f"a cell of a long name {n}", "bag", VarIntCoder()) for n in range(6))
+TOTALS = OperatorState("totals", StrUtf8Coder(), WINDOWS, CELLS, False)
 EVIL = replace(TOTALS, uid='<script src="http://evil/x.js">&"\u202e')
 GROUPS = 16
 
@@ -59,7 +58,8 @@ def save(
     groups: dict[int, list[SnapshotRecord]] = {}
     for n in keys:
         key = f"key {n}".encode()
-        one = SnapshotRecord(key, WINDOWS.encode(GlobalWindow()), False, 0, ((b"\x01",),), (), ())
+        cells = ((b"\x01",),) * len(CELLS)
+        one = SnapshotRecord(key, WINDOWS.encode(GlobalWindow()), False, 0, cells, (), ())
         groups.setdefault(key_group(key, GROUPS), []).append(one)
     for group, ones in groups.items():
         held = chains[operator.uid].get(group, ())
@@ -362,7 +362,8 @@ def test_in_a_browser_the_page_is_no_wider_than_the_window(
         'height:900px"></iframe><script>onload = () => { const d = '
         'document.getElementById("f").contentDocument.documentElement; document.body.dataset.found '
         "= `${d.scrollWidth} ${d.clientWidth} "
-        "${d.querySelectorAll('svg').length}`; }</script></body>"
+        "${d.querySelectorAll('svg').length} ${[...d.querySelectorAll('td, th')].filter("
+        "c => c.scrollWidth > c.clientWidth + 1).length}`; }</script></body>"
     )
     done = subprocess.run(
         [
@@ -373,8 +374,9 @@ def test_in_a_browser_the_page_is_no_wider_than_the_window(
         ],
         capture_output=True, text=True, check=False, timeout=180,
     )  # fmt: skip
-    found = re.search(r'data-found="(\d+) (\d+) (\d+)"', done.stdout)
+    found = re.search(r'data-found="(\d+) (\d+) (\d+) (\d+)"', done.stdout)
     assert found, done.stderr[-2000:]
-    needed, there, drawn = map(int, found.groups())
+    needed, there, drawn, spilling = map(int, found.groups())
+    assert spilling == 0, "no cell of a table reaches into its neighbour"
     assert needed == there and width - 20 <= there <= width  # a scroll bar takes some
     assert drawn == 5
