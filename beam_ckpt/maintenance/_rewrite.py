@@ -1,7 +1,7 @@
 """One checkpoint into another: operators, cells, key groups and rows changed, values as they are.
 
-The state of one key group is in memory at a time: of the old one while it is read, of the new one
-while it is written. Where the number of key groups changes, rows wait on the local disk in between.
+In memory are a page of rows, the deltas of one key group, and one file of it. Where the number of
+key groups changes, rows wait on the local disk in between.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,18 +42,26 @@ from beam_ckpt.manifest import (
 )
 from beam_ckpt.sidecar import (
     CellColumn,
+    PageStream,
     SidecarHeader,
     cell_column_name,
-    encode_sidecar,
+    encode_pages,
     latest_in_order,
-    read_chain,
+    sidecar_schema,
+    stream_chain,
 )
+from beam_ckpt.sidecar._decode import SidecarFile
+from beam_ckpt.sidecar._order import one_array
+from beam_ckpt.sidecar._stream import merge_pages
 from beam_ckpt.store import CheckpointStore
 
 __all__ = ["RewriteReport", "RewrittenOperator", "rewrite"]
 
 _OWN = ("_key", "_window", "_deleted", "_updated", "_timers", "_carried")
 _AS_JSON = Reading("json")
+# In memory, of the rows of a file; what is over goes into another file of the same key group.
+_FILE_BYTES = 128 * 1024 * 1024
+_Group = tuple[int, Iterable[pa.Table]]
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -358,18 +366,22 @@ class _Rewriting:
                 self.reports.append(RewrittenOperator(uid, uid, False, rows))
                 continue
             self._report = RewrittenOperator(self._name(uid), uid, True, 0)
-            tables = self._changed(uid)
-            if regroups:
-                folder = scratch / f"{len(self.reports)}"
-                folder.mkdir()
-                tables = self._regrouped(tables, folder)
             partitions = []
-            for group, table in tables:
-                if len(table):
-                    sidecar = self._write(uid, group, table)
-                    partitions.append(
-                        PartitionSnapshotEntry(partition_id=group, sidecars=(sidecar,))
-                    )
+            if self._partitions(uid):
+                saved = self._schema(uid)
+                schema = self._renamed(uid, saved.empty_table()).schema
+                pages = self._changed(uid, saved)
+                if regroups:
+                    folder = scratch / f"{len(self.reports)}"
+                    folder.mkdir()
+                    pages = self._regrouped(pages, schema, folder)
+                for group, rows_of in pages:
+                    sidecars = tuple(self._write(uid, group, rows_of, schema))
+                    if sidecars:
+                        partitions.append(
+                            PartitionSnapshotEntry(partition_id=group, sidecars=sidecars)
+                        )
+                    self._step()
             entries[self._name(uid)] = OperatorSnapshotEntry(partitions=tuple(partitions))
             self.reports.append(self._report)
         return entries
@@ -377,12 +389,31 @@ class _Rewriting:
     def _partitions(self, uid: str) -> tuple[PartitionSnapshotEntry, ...]:
         return self.base.operators.get(uid, OperatorSnapshotEntry()).partitions
 
-    def _changed(self, uid: str) -> Iterator[tuple[int, pa.Table]]:
+    def _schema(self, uid: str) -> pa.Schema:
+        """The columns of an operator's rows: a cell's type is that of its newest file."""
+        wanted = [cell_column_name(cell) for cell in self.specs[uid].cells]
+        entries = [entry for p in self._partitions(uid) for entry in p.sidecars]
+        entries.sort(key=lambda entry: entry.epoch or 0, reverse=True)
+        key: pa.DataType | None = None
+        types: dict[str, pa.DataType] = {}
+        for entry in entries:
+            if key is not None and len(types) == len(wanted):
+                break
+            where = entry.path or "inline state"
+            found = SidecarFile(self.store.read_sidecar(entry), where=where).schema
+            key = found.field("key").type if key is None else key
+            for name in wanted:
+                if name in found.names:
+                    types.setdefault(name, found.field(name).type)
+        # A cell that no file has a column for is empty in every row.
+        return sidecar_schema(key, [(name, types[name]) for name in wanted if name in types])
+
+    def _changed(self, uid: str, schema: pa.Schema) -> Iterator[_Group]:
         """The key groups of an operator, with new names and without the rows that go."""
         for partition in self._partitions(uid):
-            rows = read_chain(partition.sidecars, self.store.read_sidecar)
-            yield partition.partition_id, self._renamed(uid, self._without(uid, rows))
-            self._step()
+            rows = stream_chain(partition.sidecars, self.store.read_sidecar, schema)
+            changed = (self._renamed(uid, self._without(uid, page)) for page in rows.pages)
+            yield partition.partition_id, changed
 
     def _without(self, uid: str, rows: pa.Table) -> pa.Table:
         goes = pa.chunked_array([pa.array([False] * len(rows), pa.bool_())])
@@ -412,7 +443,6 @@ class _Rewriting:
         columns, names = [rows["key"]], ["key"]
         for cell in self._cells(uid):
             column = cell_column_name(cell)
-            # Of rows that were saved before the cell was added there is no column.
             if column in rows.column_names:
                 columns.append(rows[column])
                 names.append(cell_column_name(self.rename_cells.get((uid, cell), cell)))
@@ -433,41 +463,39 @@ class _Rewriting:
         return table.filter(something)
 
     def _regrouped(
-        self, tables: Iterator[tuple[int, pa.Table]], folder: Path
-    ) -> Iterator[tuple[int, pa.Table]]:
+        self, groups: Iterator[_Group], schema: pa.Schema, folder: Path
+    ) -> Iterator[_Group]:
         """The same rows in their new key groups, by way of files: one for each old group."""
-        # New group -> which batch of which file.
-        places: dict[int, list[tuple[Path, int]]] = {}
-        for old, table in tables:
-            if not len(table):
-                continue
-            now = [key_group(key, self.key_groups) for key in table["_key"].to_pylist()]
-            groups = pa.array(now, pa.int32())
-            path = folder / f"{old}.arrow"
-            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-                for batch, group in enumerate(sorted(set(now))):
-                    part = table.filter(pc.equal(groups, group)).combine_chunks()
-                    writer.write_batch(pa.RecordBatch.from_arrays(
-                        [column.combine_chunks() for column in part.columns], schema=table.schema
-                    ))  # fmt: skip
-                    places.setdefault(group, []).append((path, batch))
-        for group in range(self.key_groups):
-            parts = []
-            for path, batch in places.get(group, ()):
-                with pa.memory_map(str(path)) as source:
-                    parts.append(pa.Table.from_batches([pa.ipc.open_file(source).get_batch(batch)]))
-            if parts:
-                yield group, latest_in_order(pa.concat_tables(parts, promote_options="default"))
+        # New group -> file of an old group -> which of its batches.
+        places: dict[int, dict[Path, list[int]]] = {}
+        for old, pages in groups:
+            path, batches = folder / f"{old}.arrow", 0
+            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+                for page in pages:
+                    now = [key_group(key, self.key_groups) for key in page["_key"].to_pylist()]
+                    of_rows = pa.array(now, pa.int32())
+                    for group in sorted(set(now)):
+                        part = page.filter(pc.equal(of_rows, group))
+                        columns = [one_array(column) for column in part.columns]
+                        writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
+                        places.setdefault(group, {}).setdefault(path, []).append(batches)
+                        batches += 1
             self._step()
+        for group in range(self.key_groups):
+            held = places.get(group, {})
+            streams = [PageStream(schema, _batches(path, held[path])) for path in held]
+            yield group, merge_pages(streams, schema).pages if streams else ()
 
-    def _write(self, uid: str, group: int, table: pa.Table) -> SidecarEntry:
+    def _write(
+        self, uid: str, group: int, pages: Iterable[pa.Table], schema: pa.Schema
+    ) -> Iterator[SidecarEntry]:
+        """The files of a key group: one, unless it has more state than should be in memory."""
         spec, boundary = self.specs[uid], self.base.boundary
-        self._report = replace(self._report, rows=self._report.rows + len(table))
         cells = []
         for cell in self._cells(uid):
             name = self.rename_cells.get((uid, cell), cell)
             column = cell_column_name(name)
-            if column in table.column_names:
+            if column in schema.names:
                 saved = spec.cells[cell]
                 cells.append(CellColumn(name, column, saved.kind, saved.coder))
         header = SidecarHeader(
@@ -479,28 +507,28 @@ class _Rewriting:
             window_coder=spec.window_coder,
             cells=tuple(cells),
         )
-        table = table.select(["key", *(cell.column for cell in cells), *_OWN])
-        data = encode_sidecar(table, header)
-        self.files += 1
-        self.bytes += len(data)
-        if self.dry_run:
-            return SidecarEntry(
-                path="state/dry/run",
+        for data, rows in encode_pages(pages, header, schema, file_bytes=_FILE_BYTES):
+            if not rows:
+                continue
+            self._report = replace(self._report, rows=self._report.rows + rows)
+            self.files += 1
+            self.bytes += len(data)
+            if self.dry_run:
+                path = f"state/dry/{self.files}"
+                digest = "0" * 64
+                yield SidecarEntry(
+                    path=path, kind="full", rows=rows, size_bytes=len(data), crc32c=0, sha256=digest
+                )
+                continue
+            yield self.store.write_sidecar(
+                operator=self._name(uid),
+                key_group=group,
+                boundary=boundary,
+                run_id=self.run_id,
+                data=data,
                 kind="full",
-                rows=len(table),
-                size_bytes=len(data),
-                crc32c=0,
-                sha256="0" * 64,
+                rows=rows,
             )
-        return self.store.write_sidecar(
-            operator=self._name(uid),
-            key_group=group,
-            boundary=boundary,
-            run_id=self.run_id,
-            data=data,
-            kind="full",
-            rows=len(table),
-        )
 
     def _step(self) -> None:
         self._done += 1
@@ -617,6 +645,14 @@ def _no_twins(names: list[str], what: str) -> None:
         raise CheckpointConflictError(
             f"two {what} would be named {min(twins)!r}. What to do: take another name, or drop one."
         )
+
+
+def _batches(path: Path, numbers: Sequence[int]) -> Iterator[pa.Table]:
+    """Some batches of a file, in order."""
+    with pa.memory_map(str(path)) as source:
+        file = pa.ipc.open_file(source)
+        for number in numbers:
+            yield pa.Table.from_batches([file.get_batch(number)])
 
 
 def _count(flags: pa.ChunkedArray) -> int:

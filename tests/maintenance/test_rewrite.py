@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 import apache_beam as beam
-import pyarrow as pa
 import pytest
 from apache_beam.coders import StrUtf8Coder, VarIntCoder
 from apache_beam.transforms.timeutil import TimeDomain
@@ -337,23 +336,43 @@ def test_rows_of_cells_that_were_added_later_are_rewritten_too(store, made):
     assert rows(store) == {"b": {"count": 2, "words": ["x"]}}
 
 
-def test_memory_is_bounded_by_a_key_group(store, made, monkeypatch):
-    """No more than one group's table is alive, of the old ones and of the new ones."""
+@pytest.mark.parametrize("key_groups", [5, 2, 12])
+def test_a_key_group_larger_than_memory_is_rewritten_in_pages_and_files(
+    store, made, monkeypatch, key_groups
+):
+    """Whatever the sizes of pages and files are, the rows are the same."""
     from beam_ckpt.maintenance import _rewrite
 
-    made.save(store, [made.record(f"key {n}", n) for n in range(400)], key_groups=20)
-    largest = 0
-    encode = _rewrite.encode_sidecar
+    base = made.save(store, [made.record(f"key {n}", n) for n in range(400)])
+    base = made.save(store, [made.record(f"key {n}", -n) for n in range(0, 400, 7)], base=base)
+    made.save(store, [made.record(f"key {n}", deleted=True) for n in range(5)], base=base)
+    before = rows(store)
+    assert len(before) == 395
+    in_pages, largest = _rewrite.encode_pages, 0
 
-    def counting(table: pa.Table, header: Any) -> bytes:
+    def small(pages, header, schema, **sizes):
         nonlocal largest
-        largest = max(largest, len(table))
-        return encode(table, header)
+        small_files = {**sizes, "row_group_rows": 7, "file_bytes": 1_000}
+        for data, count in in_pages(pages, header, schema, **small_files):
+            largest = max(largest, count)
+            yield data, count
 
-    monkeypatch.setattr(_rewrite, "encode_sidecar", counting)
-    rewrite(store, key_groups=10)
-    assert 30 < largest < 80
-    assert len(rows(store)) == 400
+    monkeypatch.setattr(_rewrite, "encode_pages", small)
+    change = {"rename_cells": {("totals", "count"): "n"}, "key_groups": key_groups}
+    report = rewrite(store, drop_where={"totals": "count >= 0 AND count % 10 = 3"}, **change)
+    assert largest < 40 and report.files > key_groups
+    kept = {
+        k: {"n": v["count"], "word": None}
+        for k, v in before.items()
+        if str(v["count"])[-1] != "3" or v["count"] < 0
+    }
+    assert rows(store) == kept
+    latest = store.load_latest()
+    assert store.validate_checkpoint(latest.id, deep=True).valid
+    assert {s.kind for _, _, s in latest.sidecars()} == {"full"}
+    monkeypatch.setattr(_rewrite, "encode_pages", in_pages)
+    assert rewrite(store, key_groups=1).files == 1  # and files of pages are read again
+    assert rows(store) == kept
 
 
 def test_times_are_exact_to_the_microsecond(store, made):
