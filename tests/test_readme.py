@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from beam_ckpt.cli import main
+from tests import documents
 
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
+README = documents.ROOT / "README.md"
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    return [block.text for block in documents.blocks(README) if block.language == language]
 
 
 @pytest.fixture(scope="module")
@@ -63,26 +62,18 @@ def test_duckdb_reads_the_sidecars_as_typed_columns(printed: str) -> None:
 
 
 def test_the_commands_shown_run_on_the_example(
-    printed: str,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    printed: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """(That the installed program is this function is seen in test_cli.py.)"""
     monkeypatch.chdir(folder)
     commands = [line for line in "".join(blocks("sh")).splitlines() if line.startswith("beam-ckpt")]
     assert len(commands) >= 3
     for command in commands:
-        _, *arguments = shlex.split(command)
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        out, err = capsys.readouterr()
-        assert ended.value.code == 0, command + err
+        status, out, err = documents.run_command(command)
+        assert status == 0, command + err
         assert out != ""
 
 
 def test_every_file_that_is_named_is_there() -> None:
-    root = Path(__file__).resolve().parent.parent
-    named = set(re.findall(r"`(?:python )?((?:tests|samples|benchmarks)/[\w/.]*)", README))
-    assert len(named) >= 4
-    assert [name for name in sorted(named) if not (root / name).exists()] == []
+    assert len(documents.named_files(README)) >= 4
+    assert documents.missing_files(README) == []
