@@ -124,7 +124,7 @@ class Page:
             names = module.__dict__
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
-            exec(compile(code, block.where, "exec"), names)
+            exec(compile(code, self._page, "exec"), names)
         self._printed = out.getvalue()
 
     def _console(self, block: Block) -> None:
