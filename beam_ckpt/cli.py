@@ -160,6 +160,7 @@ def show(
         }
         detail = {
             "key_group_count": manifest.key_group_count,
+            "replaces": list(manifest.replaces),
             **versions,
             "detail": operators,
             "source_offsets": sources,
@@ -173,6 +174,9 @@ def show(
     table.add_row("boundary", _boundary(facts))
     for name in wanted:
         table.add_row(name, _text(facts[name]))
+    if manifest.replaces:
+        olds = ", ".join(map(str, manifest.replaces))
+        table.add_row("replaces", f"{olds}, without a key that was forgotten")
     table.add_row("key groups", str(manifest.key_group_count))
     table.add_row("size", _size(facts["bytes"]))
     if manifest.pipeline:

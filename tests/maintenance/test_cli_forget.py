@@ -46,6 +46,17 @@ def test_it_says_what_goes_and_what_became_of_it(root, capsys):
     assert capsys.readouterr().out == "nothing in the store holds the key\n"
 
 
+def test_show_says_what_a_checkpoint_took_the_place_of(root, capsys):
+    assert beam_ckpt("forget", root, "totals", "--key", "ada", "--yes") == 0
+    capsys.readouterr()
+    assert beam_ckpt("show", root, 4) == 0
+    assert "replaces       2, without a key that was forgotten" in capsys.readouterr().out
+    assert beam_ckpt("show", root, 4, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["replaces"] == [2]
+    assert beam_ckpt("show", root, 2) == 3
+    assert "was replaced by 4" in capsys.readouterr().err
+
+
 def test_json_is_one_object(root, capsys):
     assert beam_ckpt("forget", root, "totals", "--key", "ada", "--yes", "--json") == 0
     said = json.loads(capsys.readouterr().out)

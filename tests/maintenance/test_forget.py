@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import multiprocessing
+import signal
 import time
 import uuid
 from dataclasses import replace
@@ -358,6 +360,32 @@ def test_stopped_at_any_step_it_leaves_a_store_that_restores_and_is_finished_by_
         forget(other, "totals", ADA)
         check(other, history["before"])
     assert stopped > 40
+
+
+def _forget(root: str, nth: int) -> None:
+    plan = FaultPlan(Fault("change", nth=nth, action="kill"))
+    forget(faulty_store(open_store(root), plan), "totals", ADA)
+
+
+def test_killed_for_good_on_disk_it_is_finished_by_another_run(tmp_path, store, history):
+    """SIGKILL, in a process of its own: nothing is tidied up on the way out."""
+    context = multiprocessing.get_context("fork")
+    root = tmp_path / "ckpt"
+    on_disk = open_store(root)
+    for meta in store.blobs.list(""):
+        on_disk.blobs.put_if_absent(meta.key, store.blobs.get(meta.key)[0])
+    killed = 0
+    for nth in (2, 4, 7, 9, 11, 14):
+        child = context.Process(target=_forget, args=(str(root), nth))
+        child.start()
+        child.join()
+        assert child.exitcode in (0, -signal.SIGKILL)
+        killed += child.exitcode != 0
+        assert on_disk.recover_latest_validated().chosen.boundary == 500 * S
+    assert killed >= 4
+    report = forget(on_disk, "totals", ADA)
+    assert all("being written" in why for _, why in report.left)  # a file that was cut short
+    check(on_disk, history["before"])
 
 
 def test_a_pointer_that_was_left_behind_is_moved_before_what_it_names_goes(store, made):
