@@ -132,11 +132,16 @@ def _declare(dofn: StatefulWrapper, signature: Signature, config: OperatorConfig
             cells[f"cell{i}"] = userstate.BagStateSpec(cell.name, cell.coder)
         elif cell.kind in ("bag", "set"):
             cells[f"cell{i}"] = cell.spec
-    for i, cell in enumerate(signature.cells):
-        if cell.kind == "bag" and saves_again(config):  # what was added since the last record
-            name = f"ckpt_recent_{cell.name}"
-            cells[f"recent{i}"] = userstate.BagStateSpec(name, cell.coder)
+    recent = {  # what was added to a bag since the key's last record
+        f"recent{i}": userstate.BagStateSpec(f"ckpt_recent_{cell.name}", cell.coder)
+        for i, cell in enumerate(signature.cells)
+        if cell.kind == "bag"
+    }
+    cells |= recent
     cells["buffer"] = userstate.BagStateSpec("ckpt_buffer", BufferCoder(config.value_coder))
+    clock_only = [] if saves_again(config) else list(recent)
+    if not needs_buffer(signature, config):
+        clock_only.append("buffer")
     given: list[tuple[str, Any]] = [("windowed", beam.DoFn.WindowedValueParam)]
     if signature.process.finalizer:
         given.insert(0, ("finalizer", beam.DoFn.BundleFinalizerParam))
@@ -151,5 +156,5 @@ def _declare(dofn: StatefulWrapper, signature: Signature, config: OperatorConfig
             ("window", beam.DoFn.WindowParam),
         ],
         wall_clock=f"ckpt_wall_{config.uid}" if "processing" in signature.domains else None,
-        clock_only=() if needs_buffer(signature, config) else ("buffer",),
+        clock_only=clock_only,
     )
