@@ -17,6 +17,7 @@ from beam_ckpt.testing.cuts import run_checkpointed, saved_state
 from beam_ckpt.testing.event_loop import canonical, run_event_loop
 from beam_ckpt.testing.faults import Fault, FaultPlan, faulty_store
 from beam_ckpt.testing.subjects import DelayChainFn
+from beam_ckpt.transforms import writer
 
 FN = DelayChainFn()
 DATA = tuple((s * 5_000_000, "abc"[s % 3], s % 5) for s in range(60))
@@ -33,8 +34,11 @@ def run(store, **settings):
 def whole(tmp_path_factory) -> Path:
     """A store with a checkpoint at each cut."""
     root = tmp_path_factory.mktemp("whole")
-    for cut in CUTS:
-        run(open_store(root), until=cut / 1_000_000)
+    with pytest.MonkeyPatch.context() as patch:
+        # Files this small would be merged into the next one, and the last stand on no older one.
+        patch.setattr(writer, "files_to_keep", lambda chain, *_: len(chain))
+        for cut in CUTS:
+            run(open_store(root), until=cut / 1_000_000)
     return root
 
 

@@ -255,8 +255,8 @@ def test_state_and_timers_are_those_of_the_design(which, graphs) -> None:
         f"{TOP[name]}Commit": ({"sidecars", "progress"}, {f"ts-ckpt_committer_{first}"}),
     }
     for uid, where in OPERATORS[name].items():
-        # Control with the small cells in it, what waits, the author's bag and what is new in it; one
-        # clock, whatever timers the author has.
+        # Control with the small cells in it, what waits, the author's bag and what is new in it;
+        # one clock, whatever timers the author has.
         cells = {"ckpt_control", "ckpt_buffer", "recent", "ckpt_recent_recent"}
         expected[f"{where}/Run"] = (cells, {f"ts-ckpt_clock_{uid}"})
     found = {
