@@ -8,7 +8,8 @@ A block is run by its language:
   ``...`` stands for anything (white space is not compared). ``beam-ckpt`` is run within the
   process, and ``echo $?`` says its exit status;
 * ``sql``: a query of the store ``ckpt``, which has to give rows;
-* ``text``: with ``title="Prints"``, what the block before it has printed; else it is no code.
+* ``text``: with ``title="Prints"`` or ``title="Prints, in any order"``, what the block before it
+  has printed; else it is no code.
 
 A block that no test can run says why, where the reader sees it: ``title="Not run: ..."``.
 """
@@ -32,7 +33,7 @@ from beam_ckpt.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_RUN = "Not run: "
-_PRINTS = "Prints"
+_PRINTS, _IN_ANY_ORDER = "Prints", "Prints, in any order"
 _FENCE = re.compile(r"^```(?P<info>[^`\n]*)\n(?P<text>.*?)^```[ ]*$", re.DOTALL | re.MULTILINE)
 _LIKE = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
@@ -149,9 +150,14 @@ class Page:
         assert rows, block.where
 
     def _text(self, block: Block) -> bool:
-        if block.title == _PRINTS:
+        if block.title == _IN_ANY_ORDER:  # a runner may give outputs in any
+            lines = (sorted(text.splitlines()) for text in (block.text, self._printed))
+            _same(*("\n".join(each) + "\n" for each in lines), block.where)
+        elif block.title == _PRINTS:
             _same(block.text, self._printed, block.where)
-        return block.title == _PRINTS
+        else:
+            return False
+        return True
 
 
 def _same(expected: str, printed: str, where: str) -> None:
