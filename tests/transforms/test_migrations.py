@@ -452,3 +452,23 @@ def test_it_pickles():
 
     assert pickle.loads(pickle.dumps(plan)).record(record) == before_use
     assert replace(plan) == plan
+
+
+def test_who_publishes_leaves_files_of_another_coder_behind(saved):
+    """Also those of a key group of which nothing was saved since, as when its windows are over."""
+    from beam_ckpt.retention import KeepLast
+    from beam_ckpt.transforms.committer import CommitFn
+
+    base = saved.load_latest()
+    same = operator(
+        CellState("count", "read_modify_write", VarIntCoder()),
+        CellState("seen", "bag", VarIntCoder()),
+    )
+    other = operator(CellState("count", "read_modify_write", StrUtf8Coder()), same.cells[1])
+
+    def listed(now: OperatorState) -> Any:
+        arguments = (base.id, 0, KeepLast(1), 0, "x", {}, False)
+        return CommitFn(saved, "r", [now], base.key_group_count, *arguments)._entries_of(base)
+
+    assert listed(same) == {"op": base.operators["op"]}
+    assert listed(other) == {}
