@@ -369,7 +369,8 @@ class Checkpoints:
             raise PipelineRefusedError(
                 f"checkpoint {self.restored.id if self.restored else ''} of {self._store.url} has "
                 f"state of {_names(missing)} and the pipeline has no such operator. What to do: "
-                "give the operator its old uid, or give its state up by on_missing='drop'."
+                "give the operator its old uid, say what it is called now by "
+                f"renamed={{{min(missing)!r}: ...}}, or give its state up by on_missing='drop'."
             )
         check_neighbours(self._inputs, lambda part: isinstance(part, _Operator), self._epochs)
         _ = self.results
