@@ -24,10 +24,10 @@ class Limits:
     """
 
     chunk_bytes: int = CHUNK_BYTES
-    run_bytes: int = 64 * 1024 * 1024
+    run_bytes: int = 32 * 1024 * 1024
     page_rows: int = ROW_GROUP_ROWS
     page_bytes: int = ROW_GROUP_BYTES
-    file_bytes: int = 128 * 1024 * 1024
+    file_bytes: int = 64 * 1024 * 1024
 
 
 DEFAULT_LIMITS = Limits()

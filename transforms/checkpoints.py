@@ -140,7 +140,7 @@ class Checkpoints:
         renamed: Operators that have another uid now: ``{old: new}``. The first checkpoint saves
             every key of them.
         max_files_per_group: How many files a key group consists of at most (a base of more than
-            128 MiB in memory is in several, which count as one): deltas are merged into bigger
+            64 MiB in memory is in several, which count as one): deltas are merged into bigger
             ones, and now and then with their base. 1: every file is a full one.
 
     Raises:

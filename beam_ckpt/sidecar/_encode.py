@@ -141,6 +141,7 @@ class _File:
         self._writer.add_key_value_metadata({METADATA_KEY: self._header.to_json()})
         self._writer.close()
         data = sealed(memoryview(self._sink.getvalue()))
+        del self._sink, self._writer
         # What is written can be read: the measure is that of the reader, never sixteen times as
         # much.
         if self.size > max_decoded_bytes // 16:

@@ -19,7 +19,7 @@ from beam_ckpt.transforms.columns import OperatorState
 from beam_ckpt.transforms.committer import START, CheckpointResult, CommitFn
 from beam_ckpt.transforms.keyed_state.clock import DRAINED, MS
 from beam_ckpt.transforms.restore import ReadGroupFn
-from beam_ckpt.transforms.writer import WriteSidecarsFn
+from beam_ckpt.transforms.writer import WriteSidecarsFn, _Progress
 
 __all__ = ["DrivenCheckpoints", "restored"]
 
@@ -102,9 +102,20 @@ class DrivenCheckpoints:
         """Lets the watermark of the writer pass a boundary."""
         self._writer.start_bundle()
         for key_group, cells in sorted(self._groups.items()):
-            key, at = (self._operator.uid, key_group), Timestamp(micros=boundary + MS)
-            for news in self._writer._on_clock(key, at, *cells, self._clock):
-                self._committer.process(news.value, self._news, self._progress, self._clock)
+            self._wake(key_group, boundary, *cells)
+
+    def write_group(self, key_group: int, boundary: int, records: Any) -> None:
+        """Lets the writer write what a bag of (boundary, record) holds; it is read once."""
+        _, progress = self._groups.setdefault(key_group, (_Bag(), _Value()))
+        state = _Progress.load(progress)
+        state.due = boundary
+        state.store(progress)
+        self._wake(key_group, boundary, records, progress)
+
+    def _wake(self, key_group: int, boundary: int, records: Any, progress: Any) -> None:
+        key, at = (self._operator.uid, key_group), Timestamp(micros=boundary + MS)
+        for news in self._writer._on_clock(key, at, records, progress, self._clock):
+            self._committer.process(news.value, self._news, self._progress, self._clock)
 
     def commit(self, boundary: int) -> list[CheckpointResult]:
         """Lets the watermark of the committer pass a boundary; returns what was published."""
