@@ -24,13 +24,27 @@ from beam_ckpt.manifest import (
     SidecarEntry,
 )
 
-__all__ = ["NewSidecar", "files_to_keep", "next_operators", "stands_on"]
+__all__ = [
+    "MAX_INLINE",
+    "NewSidecar",
+    "files_to_keep",
+    "inline_over",
+    "next_operators",
+    "stands_on",
+]
 
 _DELTAS_OF_BASE = 0.4
 """Deltas above this part of their base become a new base.
 
 What a new base replaces stays in the store as long as a retained checkpoint lists it, so at worst
 both bases and all deltas are there: 2.4 times the state, and 1.4 times as a rule.
+"""
+
+
+MAX_INLINE = 1024 * 1024
+"""Bytes of state that a manifest holds itself; what is over it is written as files.
+
+Every manifest is written anew, so that what is in it costs its bytes with each checkpoint.
 """
 
 
@@ -124,6 +138,32 @@ def next_operators(
         )
         for uid, chains in sorted(groups.items())
     }
+
+
+def inline_over(
+    operators: Mapping[str, OperatorSnapshotEntry], new: Iterable[NewSidecar], limit: int
+) -> list[NewSidecar]:
+    """Returns which new sidecars have to be files, so that what is inline stays within a limit.
+
+    Args:
+        operators: Of the next manifest, with the new sidecars in it.
+        new: The new sidecars.
+        limit: Bytes of inline state, before they are encoded as text.
+
+    Returns:
+        The largest ones, as few as need be.
+    """
+    listed = [s for o in operators.values() for p in o.partitions for s in p.sidecars]
+    over = sum(entry.size_bytes for entry in listed if entry.path is None) - limit
+    there = {entry.sha256 for entry in listed if entry.path is None}
+    found = []
+    inline = [s for s in new if s.entry.path is None and s.entry.sha256 in there]
+    for sidecar in sorted(inline, key=lambda s: s.entry.size_bytes, reverse=True):
+        if over <= 0:
+            break
+        found.append(sidecar)
+        over -= sidecar.entry.size_bytes
+    return found
 
 
 def stands_on(base: CheckpointManifest, uid: str, spec: OperatorSpec) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from hashlib import sha256
 
 import pytest
 
 from beam_ckpt.errors import InvalidCheckpointError
-from beam_ckpt.lineage import NewSidecar, files_to_keep, next_operators
+from beam_ckpt.lineage import NewSidecar, files_to_keep, inline_over, next_operators
 from beam_ckpt.manifest import SidecarEntry
 
 
@@ -99,3 +100,28 @@ def test_a_sidecar_that_stands_on_another_file_than_there_is_is_refused(on):
     first = next_operators({}, ["op"], [new(1, entry("full", 100), [])], 1)
     with pytest.raises(InvalidCheckpointError, match=r"key group 3.*stands on.*What to do"):
         listed(new(2, entry("delta", 2), on), base=first)
+
+
+def test_what_is_over_the_limit_is_the_largest_that_is_new():
+    def inline(size: int) -> SidecarEntry:
+        data = bytes([size]) * size
+        digest = sha256(data).hexdigest()
+        text = b64encode(data).decode()
+        return SidecarEntry(inline=text, kind="delta", size_bytes=size, crc32c=0, sha256=digest)
+
+    base = entry("full", 100)
+    on: list[SidecarEntry] = [base]
+    news = [new(1, base, [])]
+    for sequence, size in enumerate((40, 10, 30, 20), 2):
+        news.append(new(sequence, inline(size), on))
+        on = [*on, inline(size)]
+    operators = next_operators({}, ["op"], news, 1)
+
+    def over(limit: int) -> list[int]:
+        return [s.entry.size_bytes for s in inline_over(operators, news, limit)]
+
+    assert over(100) == []
+    assert over(99) == over(60) == [40]
+    assert over(59) == [40, 30]
+    assert over(0) == [40, 30, 20, 10]
+    assert inline_over(operators, news[-1:], 0) == news[-1:], "what was listed before stays"

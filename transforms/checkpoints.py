@@ -40,6 +40,7 @@ from apache_beam.utils.windowed_value import PANE_INFO_UNKNOWN, WindowedValue
 
 from beam_ckpt.errors import PipelineRefusedError
 from beam_ckpt.keygroups import check_key_group_count
+from beam_ckpt.lineage import MAX_INLINE
 from beam_ckpt.manifest import CheckpointManifest
 from beam_ckpt.retention import RetentionPolicy
 from beam_ckpt.store import CheckpointStore, open_store
@@ -142,6 +143,9 @@ class Checkpoints:
         max_files_per_group: How many files a key group consists of at most (a base of more than
             64 MiB in memory is in several, which count as one): deltas are merged into bigger
             ones, and now and then with their base. 1: every file is a full one.
+        inline_threshold: A delta of at most so many bytes goes into the manifest, not into a file
+            of its own, as long as all that is in it stays within 1 MiB. That saves a request for
+            each; the manifest is written anew by every checkpoint. 0: none does.
 
     Raises:
         PipelineRefusedError: A setting cannot be right.
@@ -168,6 +172,7 @@ class Checkpoints:
         migrations: Migrations | None = None,
         renamed: Mapping[str, str] | None = None,
         max_files_per_group: int = 8,
+        inline_threshold: int = 0,
     ) -> None:
         prepare(pipeline)
         given = given_settings(pipeline.options)
@@ -185,6 +190,7 @@ class Checkpoints:
         on_fallback = given.get("on_fallback", on_fallback)
         on_missing = given.get("on_missing", on_missing)
         max_files_per_group = given.get("max_files_per_group", max_files_per_group)
+        inline_threshold = given.get("inline_threshold", inline_threshold)
         _check_choice("alignment", alignment, ("exactly_once", "at_least_once"))
         _check_choice("late", late, ("drop", "reprocess"))
         _check_choice("on_fallback", on_fallback, ("refuse", "accept"))
@@ -198,6 +204,12 @@ class Checkpoints:
                 f"max_files_per_group={max_files_per_group}. What to do: give 1 (every checkpoint "
                 "is full) or more."
             )
+        if not 0 <= inline_threshold <= MAX_INLINE:
+            raise PipelineRefusedError(
+                f"inline_threshold={inline_threshold}. What to do: give bytes, 0 (every delta is a "
+                f"file) to {MAX_INLINE}."
+            )
+        self._inline_threshold = inline_threshold
         self._pipeline = pipeline
         self._keep = retention(keep)
         self._key_groups, self._on_missing = key_groups, on_missing
@@ -461,6 +473,7 @@ class Checkpoints:
             self._max_files,
             name,
             self._limits,
+            self._inline_threshold,
         )
         commit = CommitFn(
             self._store,
@@ -798,7 +811,8 @@ class CheckpointedParDo(beam.PTransform[Any, Any]):
         time_sorted: Give the DoFn its elements in event-time order per key, ties by their encoded
             value; then its outputs are the same on every runner.
         every: See `Checkpoints`. So are `until`, `restore`, `keep`, `key_groups`, `alignment`,
-            `late`, `on_fallback`, `on_missing`, `migrations`, `renamed` and `max_files_per_group`.
+            `late`, `on_fallback`, `on_missing`, `migrations`, `renamed`, `max_files_per_group` and
+            `inline_threshold`.
         **kwargs: Static arguments of ``process``.
 
     Returns:
@@ -828,6 +842,7 @@ class CheckpointedParDo(beam.PTransform[Any, Any]):
         migrations: Migrations | None = None,
         renamed: Mapping[str, str] | None = None,
         max_files_per_group: int = 8,
+        inline_threshold: int = 0,
         **kwargs: Any,
     ) -> None:
         super().__init__()
@@ -847,6 +862,7 @@ class CheckpointedParDo(beam.PTransform[Any, Any]):
             "migrations": migrations,
             "renamed": renamed,
             "max_files_per_group": max_files_per_group,
+            "inline_threshold": inline_threshold,
         }
         self._outputs: tuple[tuple[str, ...], str | None] | None = None
 

@@ -15,7 +15,7 @@ import platform
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import apache_beam as beam
@@ -26,7 +26,7 @@ from apache_beam.transforms.window import TimestampedValue
 from apache_beam.utils.timestamp import Timestamp
 
 from beam_ckpt.errors import CheckpointConflictError, CheckpointError, InvalidCheckpointError
-from beam_ckpt.lineage import NewSidecar, next_operators, stands_on
+from beam_ckpt.lineage import MAX_INLINE, NewSidecar, inline_over, next_operators, stands_on
 from beam_ckpt.manifest import (
     CheckpointManifest,
     OperatorSnapshotEntry,
@@ -378,10 +378,13 @@ class CommitFn(ClockedDoFn):
                 mine is not None
                 and mine.watermark == watermark
                 and mine.drained == state.draining
-                and mine.operators == entries(mine.epoch)
+                and _alike(mine.operators, entries(mine.epoch))
                 and mine.source_offsets == offsets(mine.epoch)
             ):
                 return self._store.finalize(mine.id)
+        for sidecar in inline_over(entries(epoch + 1), news.sidecars, MAX_INLINE):
+            entry = self._as_file(sidecar)
+            news.sidecars[news.sidecars.index(sidecar)] = replace(sidecar, entry=entry)
         for _ in range(_ID_ATTEMPTS):
             manifest = CheckpointManifest(
                 checkpoint_id=new_checkpoint_id(),
@@ -418,6 +421,19 @@ class CommitFn(ClockedDoFn):
             "What to do: see that only one run writes to the store, then start again."
         )
 
+    def _as_file(self, sidecar: NewSidecar) -> SidecarEntry:
+        """Writes what was to be inline, and is too much, as a file."""
+        entry = sidecar.entry
+        return self._store.write_sidecar(
+            operator=sidecar.operator,
+            key_group=sidecar.key_group,
+            boundary=entry.boundary,
+            run_id=self._run_id,
+            data=entry.inline_bytes(),
+            kind=entry.kind,
+            rows=entry.rows,
+        )
+
     def _own(self, checkpoint_id: int, run: RunIdentity) -> CheckpointManifest | None:
         """The manifest of that id, if it is this run's."""
         try:
@@ -425,6 +441,22 @@ class CommitFn(ClockedDoFn):
         except ValueError:
             return None  # Damaged, so not one to build on; its id stays used.
         return manifest if manifest is not None and manifest.run == run else None
+
+
+def _alike(
+    one: Mapping[str, OperatorSnapshotEntry], other: Mapping[str, OperatorSnapshotEntry]
+) -> bool:
+    """Whether two manifests list the same state, inline or in files."""
+
+    def content(operators: Mapping[str, OperatorSnapshotEntry]) -> list[Any]:
+        return [
+            (uid, partition.partition_id, s.kind, s.boundary, s.epoch, s.rows, s.sha256)
+            for uid, operator in operators.items()
+            for partition in operator.partitions
+            for s in partition.sidecars
+        ]
+
+    return set(one) == set(other) and content(one) == content(other)
 
 
 def _written_ms(entry: SidecarEntry) -> int | None:

@@ -119,6 +119,12 @@ _OPTIONS = (
         _number,
         "How many files a key group consists of at most.",
     ),
+    _Option(
+        "inline_threshold",
+        "checkpoint_inline_threshold",
+        _number,
+        "Bytes up to which a delta goes into the manifest, not into a file.",
+    ),
 )
 
 

@@ -67,6 +67,7 @@ class WriteSidecarsFn(ClockedDoFn):
         max_files: How many sidecars a key group has at most; 1: each is a full one.
         name: Makes the timer family unique in the pipeline.
         limits: Of what is in memory at a time.
+        inline_threshold: A delta of at most so many bytes goes into the manifest, not into a file.
     """
 
     _RECORDS = userstate.BagStateSpec(
@@ -84,9 +85,12 @@ class WriteSidecarsFn(ClockedDoFn):
         max_files: int,
         name: str,
         limits: Limits = DEFAULT_LIMITS,
+        inline_threshold: int = 0,
     ) -> None:
-        self._arguments = (store, run_id, tuple(operators), base_id, max_files, name, limits)
-        self._limits = limits
+        self._arguments = (
+            store, run_id, tuple(operators), base_id, max_files, name, limits, inline_threshold
+        )  # fmt: skip
+        self._limits, self._inline_threshold = limits, inline_threshold
         self._store, self._run_id, self._max_files = store, run_id, max_files
         self._operators = {operator.uid: operator for operator in operators}
         self._base_id = base_id
@@ -239,6 +243,7 @@ class WriteSidecarsFn(ClockedDoFn):
                 data=data,
                 kind=kind,
                 rows=rows,
+                inline_threshold=self._inline_threshold if kind == "delta" else -1,
             )
             state.sequence += 1
             after = chain[-1].sha256 if chain else ""

@@ -154,6 +154,8 @@ def run(history: History, runner: str, store, key_groups: int, **settings):
             time_sorted=history.subject.time_sorted,
             key_groups=key_groups,
             max_files_per_group=history.max_files,
+            # Where there are deltas at all, they go into the manifest in half of the histories.
+            inline_threshold=65_536 if history.max_files == 2 else 0,
             **history.windowing,
             **settings,
         )

@@ -13,7 +13,9 @@ from apache_beam.coders import BytesCoder, StrUtf8Coder
 from apache_beam.transforms.window import GlobalWindows
 
 from beam_ckpt import CheckpointStore, open_store
+from beam_ckpt.manifest import SidecarEntry
 from beam_ckpt.testing.driven import DrivenCheckpoints, restored
+from beam_ckpt.transforms import committer
 from beam_ckpt.transforms.columns import CellState, OperatorState
 from beam_ckpt.transforms.snapshot import SnapshotRecord
 
@@ -154,3 +156,76 @@ def test_what_a_job_keeps_and_writes_again_is_bounded() -> None:
 @pytest.mark.slow
 def test_what_a_job_keeps_and_writes_again_is_bounded_over_1000_epochs() -> None:
     check_measured(measured(1000))
+
+
+# --- deltas in the manifest -----------------------------------------------------------------------
+
+
+def entries_of(store: CheckpointStore, checkpoint_id: int) -> list[SidecarEntry]:
+    manifest = store.load_by_id(checkpoint_id)
+    assert manifest is not None
+    return [entry for _, _, entry in manifest.sidecars()]
+
+
+def test_small_deltas_are_in_the_manifest_and_merged_from_there() -> None:
+    store = in_memory()
+    job = DrivenCheckpoints(store, OPERATOR, GROUPS, inline_threshold=8000, max_files=3)
+    state = {str(key): random.Random(key).randbytes(2000) for key in range(60)}
+    job.checkpoint(SECOND, [record(key, value) for key, value in state.items()])
+    found = set()
+    for epoch in range(2, 30):
+        key = str(epoch % 7)
+        state[key] = b"%d" % epoch * 10
+        (result,) = job.checkpoint(epoch * SECOND, [record(key, state[key])])
+        assert values(store, result.id) == state
+        for entry in entries_of(store, result.id):
+            found.add((entry.kind, entry.path is None))
+            assert (entry.path is None) == (entry.kind == "delta")
+    assert found == {("full", False), ("delta", True)}
+    assert len(store.blobs.list("state/")) == GROUPS
+    # Another run goes on from there.
+    job = DrivenCheckpoints(store, OPERATOR, GROUPS, base_id=result.id)
+    (result,) = job.checkpoint(99 * SECOND, [record("1", None)])
+    del state["1"]
+    assert values(store, result.id) == state
+
+
+def test_what_is_too_much_for_the_manifest_is_in_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(committer, "MAX_INLINE", 9000)
+    store = in_memory()
+    job = DrivenCheckpoints(store, OPERATOR, GROUPS, inline_threshold=8000)
+    state = {str(key): random.Random(key).randbytes(9000) for key in range(60)}
+    job.checkpoint(SECOND, [record(key, value) for key, value in state.items()])
+    counts = set()
+    for epoch in range(2, 12):
+        # One of these is small, and two are not.
+        changed = {"0": b"small", "1": random.randbytes(3500), "2": random.randbytes(3000)}
+        state |= changed
+        (result,) = job.checkpoint(
+            epoch * SECOND, [record(key, value) for key, value in changed.items()]
+        )
+        assert values(store, result.id) == state
+        inline = [e for e in entries_of(store, result.id) if e.path is None]
+        assert sum(entry.size_bytes for entry in inline) <= 9000
+        deltas = sum(entry.kind == "delta" for entry in entries_of(store, result.id))
+        counts.add((bool(inline), deltas > len(inline)))
+    assert (True, True) in counts
+
+
+def test_a_commit_that_is_done_again_finds_its_manifest_though_it_wrote_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(committer, "MAX_INLINE", 1)
+    store = in_memory()
+    job = DrivenCheckpoints(store, OPERATOR, GROUPS, inline_threshold=8000)
+    job.checkpoint(SECOND, [record(str(key), b"x" * 3000) for key in range(60)])
+    job.add(*(0, 2 * SECOND, record("3", b"new")[1]))
+    job.write(2 * SECOND)
+    news, progress = list(job._news.items), job._progress.value
+    (first,) = job.commit(2 * SECOND)
+    # The bundle failed after it had published.
+    job._news.items, job._progress.value = news, progress
+    (second,) = job.commit(2 * SECOND)
+    assert second.id == first.id
+    assert store.list_ids()[-1] == first.id
+    assert all(entry.path is not None for entry in entries_of(store, first.id))

@@ -35,6 +35,7 @@ FLAGS = {
     "on_fallback": "checkpoint_on_fallback",
     "on_missing": "checkpoint_on_missing",
     "max_files_per_group": "checkpoint_max_files_per_group",
+    "inline_threshold": "checkpoint_inline_threshold",
 }
 
 
@@ -87,6 +88,7 @@ def test_every_setting_has_an_option_and_every_option_is_in_the_readme():
         ("--checkpoint_on_fallback=accept", "on_fallback", "accept"),
         ("--checkpoint_on_missing=drop", "on_missing", "drop"),
         ("--checkpoint_max_files_per_group=2", "max_files_per_group", 2),
+        ("--checkpoint_inline_threshold=4096", "inline_threshold", 4096),
     ],
 )
 def test_the_text_of_an_option_is_read(argument, setting, value):
@@ -115,6 +117,7 @@ def test_an_option_that_code_set_may_be_the_value_itself():
         ("--checkpoint_on_missing=keep", "on_missing='keep' is not known"),
         ("--checkpoint_on_fallback=yes", "on_fallback='yes' is not known"),
         ("--checkpoint_max_files_per_group=0", "max_files_per_group=0"),
+        ("--checkpoint_inline_threshold=9999999", "inline_threshold=9999999"),
     ],
 )
 def test_an_option_that_cannot_be_right_is_refused(argument, message):
@@ -156,11 +159,12 @@ def test_the_other_settings_reach_the_checkpoints():
         pipeline(
             "--checkpoint_store=memory://options-other", "--checkpoint_alignment=at_least_once",
             "--checkpoint_late=reprocess", "--checkpoint_on_missing=drop",
-            "--checkpoint_max_files_per_group=2",
+            "--checkpoint_max_files_per_group=2", "--checkpoint_inline_threshold=4096",
         )
     )  # fmt: skip
     assert (ckpt._aligned, ckpt._late) == (False, "reprocess")
     assert (ckpt._on_missing, ckpt._max_files) == ("drop", 2)
+    assert ckpt._inline_threshold == 4096
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_where_the_option_says_so():
