@@ -141,7 +141,7 @@ def _markdown(text: str | None) -> str:
 
 # Links of Sphinx, `~a.b.C`, are names here; a block that is announced by two colons is indented.
 _LINK = re.compile(r"`~(?:\w+\.)*(\w+)`")
-_ANNOUNCED = re.compile(r"::\n(?=\n {4})")
+_ANNOUNCED = re.compile(r"::\n(?=\n? {4})")
 
 
 class PlainMarkdown(Extension):
@@ -151,4 +151,4 @@ class PlainMarkdown(Extension):
         """Changes the docstring of a module, class, function or attribute."""
         if obj.docstring is not None:
             text = _LINK.sub(r"`\1`", obj.docstring.value)
-            obj.docstring.value = _ANNOUNCED.sub(":\n", text).replace("::\n\n", ":\n\n")
+            obj.docstring.value = _ANNOUNCED.sub(":\n", text)

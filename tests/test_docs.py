@@ -7,7 +7,7 @@ import re
 import shutil
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -107,6 +107,14 @@ def test_the_page_of_the_command_has_every_command_option_and_exit_status() -> N
     assert "| `--format`, `-f` `NAME` | Of the rows. One of `parquet`, `json`, `csv`." in page
     for section in page.split("\n## ")[1:]:
         assert [f"| {status} |" in section for status in range(5)] == [True] * 5, section[:40]
+
+
+def test_docstrings_become_markdown() -> None:
+    text = "See `~beam_ckpt.transforms.Checkpoints`::\n\n    a = b[::2]\n\nand ``'x'``.\n"
+    documented = SimpleNamespace(docstring=SimpleNamespace(value=text))
+    hooks().PlainMarkdown().on_object(obj=documented)
+    expected = "See `Checkpoints`:\n\n    a = b[::2]\n\nand ``'x'``.\n"
+    assert documented.docstring.value == expected
 
 
 def test_all_that_is_public_is_in_the_reference() -> None:
