@@ -31,6 +31,7 @@ from apache_beam.coders import coders
 from apache_beam.coders.typecoders import registry
 from apache_beam.internal import pickler
 from apache_beam.options.pipeline_options import StandardOptions
+from apache_beam.pvalue import AsIter
 from apache_beam.transforms.core import Windowing
 from apache_beam.transforms.display import DisplayDataItem
 from apache_beam.transforms.window import GlobalWindow, GlobalWindows
@@ -82,6 +83,7 @@ from beam_ckpt.transforms.runners import (
     check_lateness,
     fires_each_timer_once,
     prepare,
+    reads_in_one_bundle,
     takes_over_a_running_job,
 )
 from beam_ckpt.transforms.signature import Signature, read_signature
@@ -617,6 +619,7 @@ class _Operator(beam.PTransform[Any, Any]):
             aligned=job._aligned,
             marks_drained=job._marks_drained and not pcoll.is_bounded,
             fires_once=fires_each_timer_once(pcoll.pipeline),
+            restores_unread=bool(pcoll.is_bounded) and reads_in_one_bundle(pcoll.pipeline),
             chunk_bytes=job._limits.chunk_bytes,
             fast_state_cache=fast_state_cache(pcoll.pipeline.options),
             saved=self._saved_records(operator, saved_uid, migration) if restoring else None,
@@ -666,7 +669,6 @@ class _Operator(beam.PTransform[Any, Any]):
         # FnApiRunner from fusing the operator with what is before it as well.
         key_type, value_type = pcoll.element_type.tuple_types
         union = typehints.Tuple[key_type, LiveOrRestored[value_type]]
-        live = pcoll | "Live" >> beam.Map(_same).with_output_types(union)
         saved = pcoll.pipeline | "Restore" >> ReadSaved(
             job._store,
             job.restored if restoring else None,
@@ -677,6 +679,14 @@ class _Operator(beam.PTransform[Any, Any]):
             saved_uid,
             migration,
         )
+        same: Any = beam.Map(_same)
+        if restoring and pcoll.is_bounded and reads_in_one_bundle(pcoll.pipeline):
+            # Elements wait for this, the end of the records, so that no key has to keep what comes
+            # before its record.
+            nothing = DeclareWindowing(NothingFn(), Windowing(GlobalWindows()))
+            end = saved | "Restored" >> nothing.with_output_types(bytes)
+            same = beam.Map(_same, AsIter(end))
+        live = pcoll | "Live" >> same.with_output_types(union)
         return (live, saved) | "WithRestored" >> beam.Flatten()
 
     def _check_kept(self) -> None:
@@ -1028,7 +1038,7 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in sorted(names))
 
 
-def _same(element: Any) -> Any:
+def _same(element: Any, _: Any = None) -> Any:
     return element
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "check_lateness",
     "fires_each_timer_once",
     "prepare",
+    "reads_in_one_bundle",
     "takes_over_a_running_job",
 ]
 
@@ -109,6 +110,16 @@ def fires_each_timer_once(pipeline: beam.Pipeline) -> bool:
 
     FnApiRunner takes the timers that a bundle set, puts each into one later bundle, and retries
     none. (One that was set anew or cleared by a later bundle still fires there.)
+    """
+    from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner
+
+    return isinstance(pipeline.runner, FnApiRunner)
+
+
+def reads_in_one_bundle(pipeline: beam.Pipeline) -> bool:
+    """Tells whether the runner is known to give a stage all of a bounded input in one bundle.
+
+    FnApiRunner does, to a stage that begins with a Flatten: its input is what other stages wrote.
     """
     from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner
 

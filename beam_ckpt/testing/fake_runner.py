@@ -294,6 +294,7 @@ class _Runner:
             lateness=lateness,
             aligned=aligned,
             fires_once=self._calm,
+            restores_unread=not streaming and chaos.seed % 2 == 0,
             chunk_bytes=chaos.chunk_bytes,
         )
         self._operator = KeyedOperator(fn, self._signature, config)

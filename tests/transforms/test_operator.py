@@ -17,6 +17,7 @@ from beam_ckpt import errors
 from beam_ckpt.testing.subjects import CountAndSumFn
 from beam_ckpt.transforms.elements import Restored
 from beam_ckpt.transforms.keyed_state.clock import BEFORE_ALL, DRAINED, GATE, Epochs
+from beam_ckpt.transforms.keyed_state.key import SAVED
 from beam_ckpt.transforms.keyed_state.operator import (
     DRAIN,
     KeyedOperator,
@@ -24,7 +25,7 @@ from beam_ckpt.transforms.keyed_state.operator import (
     needs_buffer,
 )
 from beam_ckpt.transforms.signature import read_signature
-from beam_ckpt.transforms.snapshot import SnapshotRecord
+from beam_ckpt.transforms.snapshot import CarriedOutput, SavedTimer, SnapshotRecord
 
 
 class Bag:
@@ -284,3 +285,69 @@ def test_there_is_a_buffer_where_something_may_have_to_be_kept_in_it(coder, chan
 
     config = dataclasses.replace(Key(**AT_THE_END).config, **changes)
     assert needs_buffer(read_signature(Fn()), config) is expected
+
+
+UNREAD = {"restores_unread": True, "bounded": True, "fires_once": True}
+
+
+def test_a_record_is_kept_unread_until_its_key_is_touched():
+    key = Key(**UNREAD)
+    reads = []
+    read, key.control.read = key.control.read, lambda: reads.append(1) or read()
+    assert key.bundle(key.element(key.record())) == []
+    assert (len(key.control.values), reads) == (1, []), "added, without a look at what is there"
+    assert key.clock.set_for == {}, "nothing is due of it"
+    outputs = key.bundle(key.element(5))
+    assert len(outputs) > 0, "nothing to wait for"
+    (record,) = [o.value.value[1][1] for o in key.bundle(key.fire(DRAINED))]
+    restored = SnapshotRecord.from_bytes(record)
+    assert [VarIntCoder().decode(cell) for cell in restored.cells] == [3, 7]
+
+
+def test_an_element_in_the_bundle_of_its_record_finds_it():
+    key = Key(**UNREAD)
+    assert len(key.bundle(key.element(key.record()), key.element(5), key.element(6))) > 1
+    (record,) = [o.value.value[1][1] for o in key.bundle(key.fire(DRAINED))]
+    cells = SnapshotRecord.from_bytes(record).cells
+    assert [VarIntCoder().decode(cell) for cell in cells] == [4, 13]
+
+
+def test_a_record_that_is_kept_and_comes_again_counts_once():
+    key = Key(**UNREAD)
+    key.bundle(key.element(key.record()), key.element(key.record()))
+    key.bundle(key.element(5))
+    key.bundle(key.element(key.record()))
+    (record,) = [o.value.value[1][1] for o in key.bundle(key.fire(DRAINED))]
+    cells = SnapshotRecord.from_bytes(record).cells
+    assert [VarIntCoder().decode(cell) for cell in cells] == [3, 7]
+
+
+def test_an_element_that_came_before_a_record_is_processed_when_the_clock_fires():
+    key = Key(**UNREAD)
+    assert key.bundle(key.element(5)) == []
+    assert key.bundle(key.element(key.record())) == []
+    assert len(key.bundle(key.fire(GATE))) > 0
+
+
+def test_a_record_behind_the_gate_stops_the_run_where_records_are_kept_too():
+    key = Key(**UNREAD)
+    key.bundle(key.element(5), key.fire(GATE))
+    with pytest.raises(errors.WatermarkError, match="'op': the runner let the watermark pass"):
+        key.bundle(key.element(key.record()), key.element(6))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"timers": (SavedTimer("t", "", "event", 5, None),)},
+        {"carried": (CarriedOutput(None, 5, b"", VarIntCoder().encode(1)),)},
+        {"cells": (b"x" * 5000, None)},
+    ],
+    ids=["a timer", "a carried output", "a large value"],
+)
+def test_a_record_of_which_something_is_due_or_that_is_large_is_restored_at_once(changes):
+    key = Key(**UNREAD, on_missing="drop")
+    record = dataclasses.replace(SnapshotRecord.from_bytes(key.record().record), **changes)
+    key.bundle(key.element(Restored(record.to_bytes())))
+    assert not any(value.startswith(SAVED) for value in key.control.values)
+    assert key.control.values

@@ -25,6 +25,8 @@ from beam_ckpt.transforms.signature import AuthorCell, TimerDomain
 
 __all__ = [
     "HORIZON_TAG",
+    "SAVED",
+    "SPILL_BYTES",
     "BufferCoder",
     "Chunk",
     "KeyState",
@@ -38,6 +40,8 @@ SPILL_BYTES = 4096
 # A version of the control is its number, so that the newest is found in a bag, and its bytes.
 _NUMBER_BYTES = 8
 _FIRST = bytes(_NUMBER_BYTES)
+#: What a saved record begins with that is kept in the control's bag; no version does.
+SAVED = b"\xff"
 _VERSIONS = 8
 _NEVER = 2**63 - 1
 #: Dynamic tag of the second clock; the first has none.
@@ -177,6 +181,7 @@ class KeyState:
         "control",
         "done",
         "expiry",
+        "kept",
         "key",
         "kwargs",
         "next_open",
@@ -206,7 +211,12 @@ class KeyState:
         self._cell, self._aux, self._clock, self._wall_clock = cell, aux, clock, wall_clock
         self._versions = list(cell.read())
         # The newest is the greatest: versions begin with their number.
-        data = self._loaded = max(self._versions, default=None)
+        data = max(self._versions, default=None)
+        kept: bytes | None = None
+        if data is not None and data.startswith(SAVED):
+            kept = data.removeprefix(SAVED)
+            data = max((v for v in self._versions if not v.startswith(SAVED)), default=None)
+        self._loaded = data
         #: When the clock may still fire, where that is known.
         self._fires: set[int | None] | None = None
         if data is None:
@@ -217,6 +227,8 @@ class KeyState:
                 # It was written once, so that no clock was set but those that it tells of.
                 self._fires = {self.control.armed, self.control.horizon, None}
                 self._fires.remove(None)
+        #: A record that was kept unread, and is to be restored before anything else.
+        self.kept = None if self.control.restored else kept
         self.changed = self.closing = self.done = self._woken = False
         self.now, self.next_open = 0, _NEVER
         # The buffer, once read: [(millisecond, timestamp, value, pane)] from _head on.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import apache_beam as beam
@@ -36,10 +37,14 @@ from beam_ckpt.transforms.first_touch import SavedRecords
 from beam_ckpt.transforms.graph import NO_EVENT_TIME
 from beam_ckpt.transforms.keyed_state.clock import BEFORE_ALL, DRAINED, MS, NO_EXPIRY, Epochs
 from beam_ckpt.transforms.keyed_state.control import EVERY_CELL, Control
-from beam_ckpt.transforms.keyed_state.key import KeyState, is_small
+from beam_ckpt.transforms.keyed_state.key import SAVED, SPILL_BYTES, KeyState, is_small
 from beam_ckpt.transforms.metrics import counter
 from beam_ckpt.transforms.signature import Call, Signature, TimerDomain
-from beam_ckpt.transforms.snapshot import CarriedOutput, SavedTimer, SnapshotRecord
+from beam_ckpt.transforms.snapshot import (
+    CarriedOutput,
+    SavedTimer,
+    SnapshotRecord,
+)
 
 __all__ = [
     "DRAIN",
@@ -76,6 +81,9 @@ class OperatorConfig:
         late: What becomes of elements below the boundary: ``"drop"`` or ``"reprocess"``.
         marks_drained: Whether the end of the input is the drain of a stream, to be told.
         fires_once: Whether the runner fires a timer at most once for each time that it was set.
+        restores_unread: Whether a saved record that nothing is due of may stay unread until its key
+            is touched: where all of a bounded input is in one bundle, so that no element can have
+            come before it unseen.
         fast_state_cache: Whether to correct how Beam's state cache measures, if that can be.
         saved: The saved records by key, for an operator whose elements cannot wait for theirs.
         on_missing: What becomes of saved timers whose family the DoFn has no more: ``"error"`` or
@@ -109,6 +117,7 @@ class OperatorConfig:
     marks_drained: bool = False
     chunk_bytes: int = CHUNK_BYTES
     fires_once: bool = False
+    restores_unread: bool = False
     fast_state_cache: bool = False
     saved: SavedRecords | None = None
 
@@ -162,6 +171,7 @@ class KeyedOperator:
             self._floor = BEFORE_ALL
         self._always_ready = _never_waits(config)
         self._buffers = needs_buffer(signature, config)
+        self._keeps_unread = config.restores_unread and not config.rewrite and config.saved is None
         self._drops_replayed = config.late == "drop"
         # Below it is what a cut in event time has applied, or cannot date at all.
         self._dated_from = self._boundary
@@ -284,7 +294,12 @@ class KeyedOperator:
                 "another hashable type."
             ) from error
         if state is None:
+            if self._keeps_unread and type(value) is Restored and self._keep(value, runners[0]):
+                return ()
             state = self._load(slot, key, windowed.windows[0], runners, self._buffers)
+            if state.kept is not None:
+                first = list(self._restore_kept(state))
+                return chain(first, self.process(element, windowed, runners))
         memory = state.control
         timestamp: int = windowed.timestamp_micros
         if type(value) is Restored:
@@ -515,6 +530,8 @@ class KeyedOperator:
     def on_clock(self, key: Any, fired: int, window: Any, runners: Sequence[Any]) -> Iterator[Any]:
         """The clock of a key was set for `fired` µs; yields the outputs of what is due."""
         state = self._woken(key, window, runners)
+        if state.kept is not None:
+            yield from self._restore_kept(state)
         reached = state.control.floor
         if fired >= DRAINED:
             self._ended = True
@@ -712,7 +729,25 @@ class KeyedOperator:
             for (family, tag), fire in sorted(timers.items()):
                 yield SavedTimer(families[family], tag, domain, fire, None)
 
-    def _restore(self, state: KeyState, restored: Restored) -> Iterator[Any]:
+    def _keep(self, restored: Restored, control: Any) -> bool:
+        """Leaves a record to the first touch of its key, if nothing is due before; whether so.
+
+        Adding to a bag that was not read costs next to nothing, and most keys of a large state are
+        touched by no element of the run.
+        """
+        data = restored.record
+        if is_chunk(data) or len(data) > SPILL_BYTES or data[1]:
+            return False  # flags: timers, carried outputs, or what has to be refused
+        control.add(SAVED + data)
+        self._restored.inc()
+        return True
+
+    def _restore_kept(self, state: KeyState) -> Iterator[Any]:
+        record, state.kept = state.kept, None
+        assert record is not None
+        return self._restore(state, Restored(record), counted=True)
+
+    def _restore(self, state: KeyState, restored: Restored, counted: bool = False) -> Iterator[Any]:
         memory, config = state.control, self._config
         if memory.restored:
             # Some runners emit an Impulse again; the key has gone on since.
@@ -749,7 +784,8 @@ class KeyedOperator:
         if memory.buffered:
             # They waited for this record; `_advance` sees what else they wait for.
             memory.first_ready = memory.floor
-        self._restored.inc()
+        if not counted:
+            self._restored.inc()
         for output in record.carried:
             # At a drained end whoever reads them has folded them all.
             if config.boundary is not None and output.timestamp >= config.boundary:
