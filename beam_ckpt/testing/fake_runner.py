@@ -71,11 +71,13 @@ class Chaos:
         seed: Of all choices; 0 is a runner that does one thing after the other, each once.
         late_fires: Timers fire when the watermark is above their time, not yet when it is there.
         chunk_bytes: Records of more bytes come and go in chunks.
+        bag_bytes: Bags of more bytes are not written whole when something is added.
     """
 
     seed: int = 0
     late_fires: bool = False
     chunk_bytes: int = CHUNK_BYTES
+    bag_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -296,6 +298,7 @@ class _Runner:
             fires_once=self._calm,
             restores_unread=not streaming and chaos.seed % 2 == 0,
             chunk_bytes=chaos.chunk_bytes,
+            bag_bytes=chaos.bag_bytes,
         )
         self._operator = KeyedOperator(fn, self._signature, config)
         self._buffers = needs_buffer(self._signature, config)

@@ -195,7 +195,14 @@ def check_scripts(data: st.DataObject) -> None:
     every = data.draw(st.sampled_from([None, 5, 10, 20, 60]))
     windows = data.draw(st.sampled_from([None, None, FixedWindows(40)]))
     lateness = data.draw(st.sampled_from([0, 30])) * SECOND
-    chaos = data.draw(st.builds(Chaos, st.integers(0, 1 << 16), st.booleans()))
+    chaos = data.draw(
+        st.builds(
+            Chaos,
+            st.integers(0, 1 << 16),
+            st.booleans(),
+            bag_bytes=st.sampled_from([0, 0, 3, 256]),
+        )
+    )
     streaming = data.draw(st.booleans())
     source = (
         data.draw(strategies.stream_plans(elements, max_displacement_s=20))
@@ -361,6 +368,7 @@ class Key:
         *,
         record: SnapshotRecord | None = None,
         rewrite: bool = False,
+        bag_bytes: int = 0,
     ) -> None:
         signature = read_signature(fn)
         restoring = record is not None
@@ -378,6 +386,7 @@ class Key:
             time_sorted=False,
             bounded=False,
             aligned=False,
+            bag_bytes=bag_bytes,
         )
         self.operator = KeyedOperator(fn, signature, self.config)
         growing = [c for c in signature.cells if c.kind in ("bag", "set", "ordered_list")]
@@ -512,6 +521,31 @@ def test_a_key_that_was_gone_and_a_key_to_be_written_anew_are_whole() -> None:
     found = again.cut(10)
     assert found.patch is None
     assert found.cells[NAMES.index("bag")] == tuple(map(VarIntCoder().encode, (1, 7)))
+
+
+def test_a_small_bag_is_written_whole_in_the_one_cell() -> None:
+    """Until it is large: moving items costs more than writing it."""
+    key = Key(bag_bytes=3)
+    told = []
+    for epoch in range(6):
+        key.do(9, second=20 * epoch + 1)
+        record = key.cut(20 * epoch + 10)
+        told.append((codes_of(record)["bag"], len(record.cells[NAMES.index("bag")] or ())))
+        key.do(0, number=epoch, second=20 * epoch + 11)
+        assert codes_of(key.cut(20 * epoch + 20))["bag"] == KEEP
+        assert key.read() == set()
+    assert told == [*((REPLACE, n) for n in (1, 2, 3, 4)), (APPEND, 1), (APPEND, 1)]
+    again = Key(record=whole_record(key), bag_bytes=3)
+    again.do(9, second=2)
+    assert codes_of(again.cut(10))["bag"] == APPEND
+
+
+def whole_record(key: Key) -> SnapshotRecord:
+    many = "bag", "set", "ordered_list"
+    cells: list[Any] = [() if cell.kind in many else None for cell in SIGNATURE.cells]
+    items = key.cells["bag"].items + key.cells["new in bag"].items
+    cells[NAMES.index("bag")] = tuple(map(VarIntCoder().encode, items))
+    return SnapshotRecord(b"k", b"", False, 0, tuple(cells), (), ())
 
 
 def test_a_restored_record_that_is_not_whole_is_refused() -> None:

@@ -223,10 +223,11 @@ class _GrowingCell:
 
 
 class BagCell(_GrowingCell, userstate.BagRuntimeState):
-    """The author's bag; what was added since the key's last record is in a cell of its own.
+    """The author's bag; of a large one what is new since the key's last record is in another cell.
 
-    So a record can have these items alone, and the others are not read for it. A bag that was
-    cleared since, or of a key of which there is no record, is in the one cell until the next.
+    So a record can have these items alone, and the others are not read for it. A bag that is small,
+    was cleared since, or is of a key of which there is no record, is in the one cell: moving items
+    costs two measurements of the SDK's state cache, and a small bag is soon written.
     """
 
     __slots__ = ("_recent",)
@@ -237,13 +238,22 @@ class BagCell(_GrowingCell, userstate.BagRuntimeState):
 
     def add(self, value: Any) -> None:
         control = self._key.control
-        if control.touched & self._bit:
-            self._cell.add(_own(value, self._coder))
-            control.filled |= self._bit
-        else:
+        if control.apart & self._bit:
             self._recent.add(_own(value, self._coder))
             control.recent |= self._bit
+        else:
+            self._cell.add(_own(value, self._coder))
+            control.filled |= self._bit
+            control.touched |= self._bit
         self._key.changed = True
+
+    def set_apart(self, saved: Iterable[bytes], limit: int) -> None:
+        """Takes note that a record has all items; more bytes than the limit are not written again.
+
+        The values are those that the record has.
+        """
+        if sum(map(len, saved)) > limit:
+            self._key.control.apart |= self._bit
 
     def read(self) -> Iterable[Any]:
         control = self._key.control
@@ -260,6 +270,7 @@ class BagCell(_GrowingCell, userstate.BagRuntimeState):
             self._recent.clear()
             control.recent &= ~self._bit
             self._key.changed = True
+        control.apart &= ~self._bit
         super().clear()
 
     def saved(self) -> tuple[int, tuple[bytes, ...]]:

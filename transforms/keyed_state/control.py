@@ -14,7 +14,7 @@ from beam_ckpt.transforms.snapshot import CarriedOutput, SnapshotRecord
 __all__ = ["EVERY_CELL", "SPILLED", "Control"]
 
 _VERSION = 2
-_HEAD = struct.Struct("<BHqqqqqQQQQ")
+_HEAD = struct.Struct("<BHqqqqqQQQQQ")
 _BUFFER = struct.Struct("<Iqq")
 _TIMER = struct.Struct("<HIq")
 _COUNT = struct.Struct("<I")
@@ -49,7 +49,9 @@ class Control:
         filled: Bit i: the i-th bag or set may hold something.
         touched: Bit i: the i-th bag or set is not what the key's last record says, not even with
             what was added to it since: the next record holds all of it.
-        recent: Bit i: something was added to the i-th bag since, and is in a cell of its own.
+        apart: Bit i: what is added to the i-th bag goes to a cell of its own, as the bag is large
+            and the key's last record says all that was in it then.
+        recent: Bit i: something is in that cell.
         written: Bit i: the i-th packed cell is not what the key's last record says; the last bit
             is for all cells from there on.
         buffered: Elements in the buffer.
@@ -62,6 +64,7 @@ class Control:
     """
 
     __slots__ = (
+        "apart",
         "armed",
         "buffered",
         "carried",
@@ -94,7 +97,7 @@ class Control:
         self.armed: int | None = None
         self.horizon: int | None = None
         self.updated = floor
-        self.filled = self.recent = 0
+        self.filled = self.recent = self.apart = 0
         self.touched = self.written = EVERY_CELL
         self.buffered = 0
         self.first_ready = 0
@@ -122,6 +125,7 @@ class Control:
             _HEAD.pack(
                 _VERSION, flags, self.floor, open_ or 0, armed or 0, horizon or 0,
                 self.updated, self.filled, self.touched, self.recent, self.written,
+                self.apart,
             ),
             _COUNTS.pack(len(self.timers), len(self.wall_timers), len(self.values)),
         ]  # fmt: skip
@@ -149,7 +153,8 @@ class Control:
     def unpack(cls, data: bytes) -> Control:
         """The inverse of `pack`. The bytes are the runner's own state, never a file's."""
         (
-            version, flags, floor, open_, armed, horizon, updated, filled, touched, recent, written
+            version, flags, floor, open_, armed, horizon, updated, filled, touched, recent,
+            written, apart,
         ) = _HEAD.unpack_from(data)  # fmt: skip
         if version != _VERSION:
             raise ValueError(f"control cell of version {version}, this code reads {_VERSION}")
@@ -166,6 +171,7 @@ class Control:
         self.horizon = horizon if flags & _HORIZON else None
         self.updated, self.filled = updated, filled
         self.touched, self.recent, self.written = touched, recent, written
+        self.apart = apart
         for i in range(cells):
             (length,) = _COUNT.unpack_from(data, at)
             at += 4

@@ -35,16 +35,13 @@ from beam_ckpt.transforms.elements import Restored
 from beam_ckpt.transforms.fast_state_cache import correct_state_cache
 from beam_ckpt.transforms.first_touch import SavedRecords
 from beam_ckpt.transforms.graph import NO_EVENT_TIME
+from beam_ckpt.transforms.keyed_state.cells import BagCell
 from beam_ckpt.transforms.keyed_state.clock import BEFORE_ALL, DRAINED, MS, NO_EXPIRY, Epochs
 from beam_ckpt.transforms.keyed_state.control import EVERY_CELL, Control
 from beam_ckpt.transforms.keyed_state.key import SAVED, SPILL_BYTES, KeyState, is_small
 from beam_ckpt.transforms.metrics import counter
 from beam_ckpt.transforms.signature import Call, Signature, TimerDomain
-from beam_ckpt.transforms.snapshot import (
-    CarriedOutput,
-    SavedTimer,
-    SnapshotRecord,
-)
+from beam_ckpt.transforms.snapshot import REPLACE, CarriedOutput, SavedTimer, SnapshotRecord
 
 __all__ = [
     "DRAIN",
@@ -62,6 +59,10 @@ SNAPSHOTS = "beam_ckpt_snapshots"
 DRAIN = -1
 #: Events worked through in one wake-up; the clock is set again for the rest, so bundles stay small.
 _EVENTS_PER_WAKE = 10_000
+
+
+#: Encoded, in bytes: what a bag may have to be written whole when something is added.
+BAG_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class OperatorConfig:
         time_sorted: Whether elements are given in event-time order per key.
         bounded: Whether the input is bounded.
         chunk_bytes: Records of more bytes leave in chunks.
+        bag_bytes: A bag whose items have more bytes is not written again when some are added.
     """
 
     uid: str
@@ -116,6 +118,7 @@ class OperatorConfig:
     aligned: bool = True
     marks_drained: bool = False
     chunk_bytes: int = CHUNK_BYTES
+    bag_bytes: int = BAG_BYTES
     fires_once: bool = False
     restores_unread: bool = False
     fast_state_cache: bool = False
@@ -695,8 +698,11 @@ class KeyedOperator:
         if deleted and not memory.saved:
             return
         memory.saved = not deleted
-        memory.written = EVERY_CELL if deleted else 0
-        memory.touched = EVERY_CELL if deleted or not self._saves_again else 0
+        memory.touched = memory.written = EVERY_CELL if deleted else 0
+        if self._saves_again and not deleted and patch is not None:
+            for cell, (code, values) in zip(state.cells, saved, strict=True):
+                if type(cell) is BagCell and code == REPLACE:
+                    cell.set_apart(values, config.bag_bytes)
         key = config.key_coder.encode(state.key)
         record = SnapshotRecord(
             key,
@@ -780,6 +786,10 @@ class KeyedOperator:
         state.pack_values()
         # Where files are not added to, the first record has to hold all.
         memory.touched = memory.written = EVERY_CELL if config.rewrite else 0
+        if not config.rewrite:
+            for cell, saved in zip(state.cells, record.cells, strict=True):
+                if type(cell) is BagCell and isinstance(saved, tuple):
+                    cell.set_apart(saved, config.bag_bytes)
         memory.updated = record.updated
         if memory.buffered:
             # They waited for this record; `_advance` sees what else they wait for.
