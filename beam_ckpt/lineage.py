@@ -169,8 +169,10 @@ def inline_over(
 def stands_on(base: CheckpointManifest, uid: str, spec: OperatorSpec) -> bool:
     """Tells whether new files of an operator are added to those that a checkpoint has of it.
 
-    Not if a cell has another coder or kind since: then every key is saved anew, by who writes and
-    who publishes alike, and the old files are left behind.
+    Not if a cell has another coder or kind since, or is gone: then every key is saved anew, by who
+    writes and who publishes alike, and the old files are left behind. So files never have a cell
+    that their manifest does not know, and a cell that is added later does not find, under its
+    name, what one of before has left.
 
     Args:
         base: The checkpoint.
@@ -179,5 +181,6 @@ def stands_on(base: CheckpointManifest, uid: str, spec: OperatorSpec) -> bool:
     """
     saved = base.pipeline.operators.get(uid) if base.pipeline else None
     return saved is None or all(
-        spec.cells[name].same_form(cell) for name, cell in saved.cells.items() if name in spec.cells
+        name in spec.cells and spec.cells[name].same_form(cell)
+        for name, cell in saved.cells.items()
     )

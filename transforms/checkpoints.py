@@ -41,7 +41,7 @@ from apache_beam.utils.windowed_value import PANE_INFO_UNKNOWN, WindowedValue
 
 from beam_ckpt.errors import PipelineRefusedError
 from beam_ckpt.keygroups import check_key_group_count
-from beam_ckpt.lineage import MAX_INLINE
+from beam_ckpt.lineage import MAX_INLINE, stands_on
 from beam_ckpt.manifest import CheckpointManifest
 from beam_ckpt.retention import RetentionPolicy
 from beam_ckpt.store import CheckpointStore, open_store
@@ -590,7 +590,9 @@ class _Operator(beam.PTransform[Any, Any]):
         saved_uid = job._saved_uid(uid)
         restoring = job.restored is not None and saved_uid in job.restored.operators
         migration = self._check_saved(operator, saved_uid) if restoring else None
-        rewrite = saved_uid != uid or migration is not None
+        rewrite = saved_uid != uid or (
+            job.restored is not None and not stands_on(job.restored, uid, operator.spec())
+        )
         if restoring and rewrite:
             self._check_can_save_all()
         restoring = restoring and not takes_over_a_running_job(pcoll.pipeline)
@@ -736,7 +738,10 @@ class _Operator(beam.PTransform[Any, Any]):
 
     def _check_can_save_all(self) -> None:
         job = self._job
-        what = f"operator {self._uid!r} has another uid, or a cell that is migrated, so that"
+        what = (
+            f"operator {self._uid!r} has another uid, or a cell that is migrated or given up, so "
+            "that"
+        )
         if takes_over_a_running_job(job._pipeline):
             raise PipelineRefusedError(
                 f"{what} its state is restored in another form, and the job that is updated in "
@@ -747,7 +752,7 @@ class _Operator(beam.PTransform[Any, Any]):
             raise PipelineRefusedError(
                 f"{what} all of its state has to be saved anew, and after a drained input `every` "
                 "leaves no first boundary to do that at. What to do: run once without `every`; or "
-                "rename by `beam-ckpt rewrite`."
+                "rename, or drop the cell, by `beam-ckpt rewrite`."
             )
 
     def _output_types(self, input_type: Any) -> dict[str | None, Any]:

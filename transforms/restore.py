@@ -348,20 +348,6 @@ class ReadSaved(beam.PTransform[Any, Any]):
         )
 
 
-def _without_given_up(
-    schema: pa.Schema, manifest: CheckpointManifest, uid: str, operator: OperatorState
-) -> pa.Schema:
-    """A schema without the columns of cells that were given up since (`on_missing`).
-
-    Older files of the chain still have them, and a new cell of that name is empty.
-    """
-    spec = manifest.pipeline.operators.get(uid) if manifest.pipeline else None
-    if spec is None:
-        return schema
-    gone = {cell.column_name for cell in operator.cells if cell.name not in spec.cells}
-    return pa.schema([field for field in schema if field.name not in gone])
-
-
 def _rows(source: OperatorState, pages: Iterable[pa.Table]) -> Iterator[tuple[bytes, bytes, bytes]]:
     """Yields the encoded key, the record and the encoded window of each row."""
     for page in pages:
@@ -428,8 +414,7 @@ class ReadGroupFn(beam.DoFn):
         sidecars = next((p.sidecars for p in saved.partitions if p.partition_id == key_group), ())
         if not sidecars:
             return
-        schema = _without_given_up(source.schema, self._manifest, self._saved_uid, operator)
-        stream = stream_chain(sidecars, self._store.read_sidecar, schema)
+        stream = stream_chain(sidecars, self._store.read_sidecar, source.schema)
         boundary = self._manifest.boundary
         for key, record, window in _rows(source, stream.pages):
             decoded = operator.window_coder.decode(window)
