@@ -167,9 +167,9 @@ def test_no_element_is_larger_than_the_limit(monkeypatch: pytest.MonkeyPatch) ->
         sizes["written"].append(len(element[1][1]))
         return write(self, element, *cells)
 
-    def brought(self, state, value):
+    def brought(self, state, value, **how):
         sizes["restored"].append(len(value.record))
-        return restore(self, state, value)
+        return restore(self, state, value, **how)
 
     monkeypatch.setattr(WriteSidecarsFn, "process", written)
     monkeypatch.setattr(KeyedOperator, "_restore", brought)
