@@ -18,7 +18,6 @@ from apache_beam import coders
 from apache_beam.coders.coders import (
     BigEndianShortCoder,
     BigIntegerCoder,
-    ByteCoder,
     CloudpickleCoder,
     Coder,
     DecimalCoder,
@@ -31,29 +30,27 @@ from apache_beam.coders.coders import (
 )
 from apache_beam.utils.timestamp import Timestamp
 
-from beam_ckpt.transforms.columns import coder_identity
+from beam_ckpt.transforms.columns import BYTE_CODERS, coder_identity
 
 __all__ = ["Recorded", "recorded_coder"]
 
-_PLAIN: Mapping[str, Callable[[], Coder]] = {
-    kind.__qualname__: kind
-    for kind in (
-        coders.BooleanCoder,
-        coders.BytesCoder,
-        coders.FloatCoder,
-        GlobalWindowCoder,
-        IntervalWindowCoder,
-        coders.StrUtf8Coder,
-        coders.TimestampCoder,
-        coders.VarIntCoder,
-        BigEndianShortCoder,
-        BigIntegerCoder,
-        ByteCoder,
-        DecimalCoder,
-        SinglePrecisionFloatCoder,
-        VarInt32Coder,
-    )
-}
+_PLAIN_KINDS: tuple[type[Coder], ...] = (
+    coders.BooleanCoder,
+    coders.BytesCoder,
+    coders.FloatCoder,
+    GlobalWindowCoder,
+    IntervalWindowCoder,
+    coders.StrUtf8Coder,
+    coders.TimestampCoder,
+    coders.VarIntCoder,
+    BigEndianShortCoder,
+    BigIntegerCoder,
+    *BYTE_CODERS,
+    DecimalCoder,
+    SinglePrecisionFloatCoder,
+    VarInt32Coder,
+)
+_PLAIN: Mapping[str, Callable[[], Coder]] = {kind.__qualname__: kind for kind in _PLAIN_KINDS}
 _COMPOSED: Mapping[str, Callable[..., Coder]] = {
     "TupleCoder": lambda *parts: coders.TupleCoder(parts),
     "TupleSequenceCoder": TupleSequenceCoder,

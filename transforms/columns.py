@@ -22,7 +22,6 @@ from apache_beam import coders
 from apache_beam.coders import row_coder
 from apache_beam.coders.coders import (
     BigEndianShortCoder,
-    ByteCoder,
     Coder,
     DeterministicMapCoder,
     ListCoder,
@@ -74,7 +73,12 @@ from beam_ckpt.transforms._frames import (
 )
 from beam_ckpt.transforms.snapshot import SnapshotRecord
 
-__all__ = ["CellState", "OperatorState", "coder_identity"]
+__all__ = ["BYTE_CODERS", "CellState", "OperatorState", "coder_identity"]
+
+BYTE_CODERS: tuple[type[Coder], ...] = tuple(
+    getattr(coders.coders, name) for name in ("ByteCoder",) if hasattr(coders.coders, name)
+)
+"""The coder of single bytes; older versions of Beam have none."""
 
 _ONE_VALUE = frozenset({"read_modify_write", "combining"})
 _MANY_VALUES = frozenset({"bag", "set", "ordered_list"})
@@ -199,7 +203,7 @@ _CODECS: Mapping[type[Coder], Callable[..., Codec | None]] = {
     coders.VarIntCoder: lambda *_: VarInt(64),
     VarInt32Coder: lambda *_: VarInt(32),
     BigEndianShortCoder: lambda *_: Fixed(pa.int16(), ">i2", "<i2"),
-    ByteCoder: lambda *_: Fixed(pa.uint8(), "u1", "u1"),
+    **{kind: lambda *_: Fixed(pa.uint8(), "u1", "u1") for kind in BYTE_CODERS},
     coders.FloatCoder: lambda *_: Fixed(pa.float64(), ">u8", "<u8"),
     SinglePrecisionFloatCoder: lambda *_: Fixed(pa.float32(), ">u4", "<u4"),
     coders.BooleanCoder: lambda *_: Fixed(pa.bool_(), "u1", "u1"),
@@ -223,7 +227,7 @@ _MAP_KEYS = frozenset(
         coders.VarIntCoder,
         VarInt32Coder,
         BigEndianShortCoder,
-        ByteCoder,
+        *BYTE_CODERS,
         coders.BooleanCoder,
         coders.TimestampCoder,
     }
