@@ -61,6 +61,7 @@ from beam_ckpt.errors import (
     InvalidCheckpointError,
     StoreUrlError,
 )
+from beam_ckpt.inspect._catalog import nearest
 from beam_ckpt.inspect._readable import WINDOW_TIMES
 from beam_ckpt.store import open_store
 
@@ -325,7 +326,9 @@ def _columns(table: pa.Table, cells: list[str] | None) -> list[str]:
     there = [name for name in table.column_names if name != "key" and not name.startswith("_")]
     for name in cells or ():
         if name not in there:
-            raise CheckpointNotFoundError(f"no cell {name!r}; there are {', '.join(there)}")
+            raise CheckpointNotFoundError(
+                f"no cell {name!r}; there are {', '.join(there)}{nearest(name, there)}"
+            )
     windows = [name for name in WINDOW_TIMES if name in table.column_names]
     return ["key", *windows, *(cells or [*there, "_updated", "_timers"])]
 

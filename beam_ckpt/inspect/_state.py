@@ -230,7 +230,7 @@ def history(
     opened, reading = open_existing(store), Reading.of(untyped, unsafe_unpickle, schemas)
     found: list[tuple[dict[str, object], pa.Table | None]] = []
     missing: CheckpointNotFoundError | None = None
-    unknown = set(cells or ())
+    unknown, known = set(cells or ()), set[str]()
     for id in opened.list_ids():
         facts: dict[str, object] = {"id": id, "epoch": None, "boundary": None, "problem": None}
         try:
@@ -244,7 +244,9 @@ def history(
                 except CheckpointNotFoundError as error:
                     missing = error
                     continue
-            there = None if cells is None else [c for c in cells if _has_cell(manifest, uid, c)]
+            spec = manifest.pipeline.operators.get(uid) if manifest.pipeline else None
+            known.update(spec.cells if spec else ())
+            there = None if cells is None else [c for c in cells if spec is None or c in spec.cells]
             unknown.difference_update(there or ())
             rows = together(list(_by_key_group(opened, manifest, uid, key, there, reading)))
             found.append((facts | {"present": len(rows) > 0}, rows))
@@ -255,6 +257,7 @@ def history(
     if unknown:
         raise CheckpointNotFoundError(
             f"operator {uid!r} in {opened.url} has no cell {min(unknown)!r} in any checkpoint"
+            f"{nearest(min(unknown), known)}"
         )
     tables = []
     for facts, rows in found:
@@ -339,11 +342,6 @@ def read_group(
     """Returns the state of one key group, or of one of its keys."""
     rows = read_chain(partition.sidecars, store.read_sidecar, key=key, columns=columns)
     return rows.drop_columns(["_deleted"])
-
-
-def _has_cell(manifest: CheckpointManifest, uid: str, cell: str) -> bool:
-    spec = manifest.pipeline.operators.get(uid) if manifest.pipeline else None
-    return spec is None or cell in spec.cells
 
 
 def _columns(

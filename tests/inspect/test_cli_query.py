@@ -253,6 +253,19 @@ def test_an_export_that_fails_leaves_no_file(
     assert list(folder.iterdir()) == []
 
 
+def test_what_an_export_has_printed_before_it_met_damage_is_whole_rows(
+    damaged: Path, root: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert beam_ckpt("export", root, "totals") == 0
+    whole = capfd.readouterr().out.splitlines()
+    assert beam_ckpt("export", damaged, "totals") == 1
+    captured = capfd.readouterr()
+    printed = captured.out.splitlines()
+    assert 0 < len(printed) < len(whole)
+    assert printed == whole[: len(printed)]
+    assert "state/totals/" in captured.err
+
+
 def test_export_replaces_a_file_only_when_told(root: Path, tmp_path: Path) -> None:
     file = tmp_path / "totals.json"
     file.write_text("mine")
