@@ -228,6 +228,10 @@ def test_a_job_that_is_updated_in_place_keeps_its_own_state(saved):
         _ = rows | CheckpointedParDo(
             AfterFn(), uid="op", store=saved, key_groups=3, migrations=MIGRATIONS
         )
+    with pytest.raises(errors.PipelineRefusedError, match=r"given up.*updated in place"):
+        _ = rows | "Less" >> CheckpointedParDo(
+            OneFn(), uid="op", store=saved, key_groups=3, on_missing="drop"
+        )
 
 
 def spec(**cells: tuple[str, str]) -> OperatorSpec:
