@@ -98,6 +98,14 @@ class AfterFn(beam.DoFn):
         yield key, seen.read(), "later"
 
 
+class OneFn(beam.DoFn):
+    COUNT = ReadModifyWriteStateSpec("count", VarIntCoder())
+
+    def process(self, element, count=beam.DoFn.StateParam(COUNT)):
+        count.write((count.read() or 0) + 1)
+        yield element[0], count.read(), None
+
+
 def counted(count: int) -> str:
     return f"n{count}"
 
@@ -217,7 +225,11 @@ def test_after_a_drained_input_with_an_interval_there_is_no_boundary_to_save_all
     apply(store, AfterFn(), migrations=MIGRATIONS)
 
 
-def test_a_job_that_is_updated_in_place_keeps_its_own_state(saved):
+@pytest.mark.parametrize(
+    ("fn", "settings"),
+    [(AfterFn(), {"migrations": MIGRATIONS}), (OneFn(), {"on_missing": "drop"})],
+)
+def test_a_job_that_is_updated_in_place_keeps_its_own_state(saved, fn, settings):
     from apache_beam.options.pipeline_options import PipelineOptions
 
     options = PipelineOptions(["--runner=FnApiRunner", "--update"])
@@ -225,13 +237,7 @@ def test_a_job_that_is_updated_in_place_keeps_its_own_state(saved):
         tuple[str, int]
     )
     with pytest.raises(errors.PipelineRefusedError, match="updated in place"):
-        _ = rows | CheckpointedParDo(
-            AfterFn(), uid="op", store=saved, key_groups=3, migrations=MIGRATIONS
-        )
-    with pytest.raises(errors.PipelineRefusedError, match=r"given up.*updated in place"):
-        _ = rows | "Less" >> CheckpointedParDo(
-            OneFn(), uid="op", store=saved, key_groups=3, on_missing="drop"
-        )
+        _ = rows | CheckpointedParDo(fn, uid="op", store=saved, key_groups=3, **settings)
 
 
 def spec(**cells: tuple[str, str]) -> OperatorSpec:
@@ -384,14 +390,6 @@ def test_files_are_added_to_where_cells_are_the_same_or_new(saved):
     assert [stands_on(base, "op", s) for s in (same, added, gone, changed)] == [
         True, True, False, False,
     ]  # fmt: skip
-
-
-class OneFn(beam.DoFn):
-    COUNT = ReadModifyWriteStateSpec("count", VarIntCoder())
-
-    def process(self, element, count=beam.DoFn.StateParam(COUNT)):
-        count.write((count.read() or 0) + 1)
-        yield element[0], count.read(), None
 
 
 class TwoFn(beam.DoFn):
