@@ -1,30 +1,36 @@
 """What Beam reads many times in a pipeline and never changes, read once.
 
-In pipelines as small as those of tests it is half of the time: Beam reads the signatures of all
-methods of a DoFn some ten times a pipeline, and parses the command line at each of some two hundred
-looks at an option.
+In pipelines as small as those of tests it is more than half of the time: Beam reads the signatures
+of all methods of a DoFn some ten times a pipeline, parses the command line at each of some two
+hundred looks at an option, and goes through all loaded modules for each value that its state cache
+takes in.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import sys
+import weakref
 from argparse import Namespace
 from collections.abc import Iterator
 from types import FunctionType, MethodType
 from typing import Any
 from unittest import mock
 
+import objsize.traverse
 from apache_beam.options.pipeline_options import PipelineOptions
-from apache_beam.transforms import core
+from apache_beam.transforms import core, userstate
 
 __all__ = ["beam_reads_once"]
 
 
 @contextlib.contextmanager
 def beam_reads_once() -> Iterator[None]:
-    """While it is open, Beam remembers signatures of plain functions, and command lines."""
+    """While it is open, Beam remembers what it read of functions, DoFns, command lines, modules."""
     with (
+        mock.patch.object(userstate, "get_dofn_specs", _specs_read_once()),
+        mock.patch.object(objsize.traverse, "_iter_modules_globals", _globals_listed_once()),
         mock.patch.object(core, "get_function_args_defaults", _signatures_read_once()),
         mock.patch.object(PipelineOptions, "view_as", _options_parsed_once()),
     ):
@@ -46,6 +52,35 @@ def _signatures_read_once() -> Any:
         return list(names), list(defaults)
 
     return read_once
+
+
+def _specs_read_once() -> Any:
+    read = userstate.get_dofn_specs
+    # By the object: what a DoFn declares it declares when it is made.
+    known: dict[int, tuple[weakref.ref[Any], tuple[set[Any], set[Any]]]] = {}
+
+    def read_once(dofn: Any) -> tuple[set[Any], set[Any]]:
+        found = known.get(id(dofn))
+        if found is None or found[0]() is not dofn:
+            found = known[id(dofn)] = weakref.ref(dofn), read(dofn)
+        states, timers = found[1]
+        return set(states), set(timers)
+
+    return read_once
+
+
+def _globals_listed_once() -> Any:
+    walk = objsize.traverse._iter_modules_globals
+    listed: list[Any] = []
+    modules = 0
+
+    def list_once() -> list[Any]:
+        nonlocal listed, modules
+        if len(sys.modules) != modules:
+            listed, modules = list(walk()), len(sys.modules)
+        return listed
+
+    return list_once
 
 
 def _options_parsed_once() -> Any:
