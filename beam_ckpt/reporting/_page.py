@@ -137,7 +137,7 @@ def _state(facts: Facts) -> str:
         f"Bytes of each operator by key group in checkpoint {facts.newest}; the darker, the "
         f"less. One bright cell in a dark row is a key, or a few, with much state.{each}",
         _figure(picture),
-        _table(heads, rows, numbers=(3, 4, 5)),
+        _table(heads, rows, numbers=(3, 4, 5), texts=(2,)),
     )
 
 
@@ -258,9 +258,14 @@ def _table(
     rows: Iterable[Sequence[str]],
     numbers: Sequence[int] = (),
     whole: Sequence[int] = (),
+    texts: Sequence[int] = (),
 ) -> str:
-    """A table; numbers stand to the right, and what is whole stays on one line."""
-    kinds = {**dict.fromkeys(whole, " class=w"), **dict.fromkeys(numbers, " class=n")}
+    """A table; numbers stand to the right, what is whole stays on one line, texts have room."""
+    kinds = {
+        **dict.fromkeys(whole, " class=w"),
+        **dict.fromkeys(numbers, " class=n"),
+        **dict.fromkeys(texts, " class=t"),
+    }
 
     def cells(row: Sequence[str], tag: str) -> str:
         return "".join(
@@ -313,9 +318,9 @@ svg text.faint { fill: var(--faint); } svg text.warn { fill: var(--warn); font-w
 table { border-collapse: collapse; font-size: .875rem; }
 th, td { text-align: left; vertical-align: top; padding: .25rem .6rem .25rem 0;
   border-bottom: 1px solid var(--line); }
-td { max-width: 22rem; overflow-wrap: anywhere; }
+td { max-width: 22rem; overflow-wrap: break-word; }
 th, .w { white-space: nowrap; }
-td:last-child { min-width: 8rem; }
+td:last-child { min-width: 8rem; } td.t { min-width: 20rem; }
 .n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 @media print { :root { --back: #fff; --text: #000; --faint: #444; --line: #999; --panel: #fff;
   --new: #0072b2; --shared: #fff; --stripe: #0072b2; --warn: #000; --empty: #fff; }

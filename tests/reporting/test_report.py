@@ -363,7 +363,8 @@ def test_in_a_browser_the_page_is_no_wider_than_the_window(
         'document.getElementById("f").contentDocument.documentElement; document.body.dataset.found '
         "= `${d.scrollWidth} ${d.clientWidth} "
         "${d.querySelectorAll('svg').length} ${[...d.querySelectorAll('td, th')].filter("
-        "c => c.scrollWidth > c.clientWidth + 1).length}`; }</script></body>"
+        "c => c.scrollWidth > c.clientWidth + 1).length} "
+        "${Math.max(...[...d.querySelectorAll('td')].map(c => c.clientHeight))}`; }</script></body>"
     )
     done = subprocess.run(
         [
@@ -374,9 +375,10 @@ def test_in_a_browser_the_page_is_no_wider_than_the_window(
         ],
         capture_output=True, text=True, check=False, timeout=180,
     )  # fmt: skip
-    found = re.search(r'data-found="(\d+) (\d+) (\d+) (\d+)"', done.stdout)
+    found = re.search(r'data-found="(\d+) (\d+) (\d+) (\d+) (\d+)"', done.stdout)
     assert found, done.stderr[-2000:]
-    needed, there, drawn, spilling = map(int, found.groups())
+    needed, there, drawn, spilling, height = map(int, found.groups())
+    assert height < 150, "no column is so narrow that its words are broken"
     assert spilling == 0, "no cell of a table reaches into its neighbour"
     assert needed == there and width - 20 <= there <= width  # a scroll bar takes some
     assert drawn == 5
