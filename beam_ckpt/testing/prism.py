@@ -69,6 +69,9 @@ def prism_options() -> list[str]:
     """
     return [
         "--environment_type=LOOPBACK",
+        # Of the stream of the job's states as well: a job of more than the default, five minutes,
+        # would be given up.
+        f"--job_server_timeout={24 * 3600}",
         f"--prism_location={prism_binary()}",
         "--prism_log_level=warn",
     ]

@@ -129,7 +129,7 @@ def soak(tmp_path: Path, epochs: int, kills: int, every_seconds: float) -> str:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(2400)
 def test_5000_checkpoints_with_a_kill_every_20_seconds(prism, tmp_path, record_property):
     record_property("counts", soak(tmp_path, epochs=5000, kills=15, every_seconds=20))

@@ -184,6 +184,7 @@ def test_no_element_is_larger_than_the_limit(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_single_key_with_200_megabytes_passes(tmp_path) -> None:
     """Saved, restored, added to, saved again and restored; it says what that took."""
     store = open_store(tmp_path)

@@ -154,6 +154,7 @@ def test_what_a_job_keeps_and_writes_again_is_bounded() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_what_a_job_keeps_and_writes_again_is_bounded_over_1000_epochs() -> None:
     check_measured(measured(1000))
 

@@ -304,6 +304,7 @@ def test_any_changes_of_cells_over_epochs_and_runs_are_restored(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_many_changes_of_cells_over_epochs_and_runs_are_restored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
