@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-import weakref
 from argparse import Namespace
 from collections.abc import Iterator
 from types import FunctionType, MethodType
@@ -20,16 +19,15 @@ from unittest import mock
 
 import objsize.traverse
 from apache_beam.options.pipeline_options import PipelineOptions
-from apache_beam.transforms import core, userstate
+from apache_beam.transforms import core
 
 __all__ = ["beam_reads_once"]
 
 
 @contextlib.contextmanager
 def beam_reads_once() -> Iterator[None]:
-    """While it is open, Beam remembers what it read of functions, DoFns, command lines, modules."""
+    """While it is open, Beam remembers what it read of functions, command lines and modules."""
     with (
-        mock.patch.object(userstate, "get_dofn_specs", _specs_read_once()),
         mock.patch.object(objsize.traverse, "_iter_modules_globals", _globals_listed_once()),
         mock.patch.object(core, "get_function_args_defaults", _signatures_read_once()),
         mock.patch.object(PipelineOptions, "view_as", _options_parsed_once()),
@@ -50,21 +48,6 @@ def _signatures_read_once() -> Any:
             known[function] = read(method)
         names, defaults = known[function]
         return list(names), list(defaults)
-
-    return read_once
-
-
-def _specs_read_once() -> Any:
-    read = userstate.get_dofn_specs
-    # By the object: what a DoFn declares it declares when it is made.
-    known: dict[int, tuple[weakref.ref[Any], tuple[set[Any], set[Any]]]] = {}
-
-    def read_once(dofn: Any) -> tuple[set[Any], set[Any]]:
-        found = known.get(id(dofn))
-        if found is None or found[0]() is not dofn:
-            found = known[id(dofn)] = weakref.ref(dofn), read(dofn)
-        states, timers = found[1]
-        return set(states), set(timers)
 
     return read_once
 
