@@ -269,10 +269,15 @@ class CellState:
         """Name of the column that holds it."""
         return cell_column_name(self.name)
 
+    @property
+    def has_many(self) -> bool:
+        """Whether it holds many values."""
+        return self.kind in _MANY_VALUES
+
     @cached_property
     def _column(self) -> _OneValue | _ManyValues:
         codec = _column_codec(self.coder)
-        return _ManyValues(codec) if self.kind in _MANY_VALUES else _OneValue(codec)
+        return _ManyValues(codec) if self.has_many else _OneValue(codec)
 
     def __getstate__(self) -> dict[str, object]:
         return _declared(self)
@@ -393,7 +398,7 @@ class OperatorState:
             with self._blaming(records):
                 frames = read_frames(
                     array.slice(start, _SLICE_ROWS),
-                    [cell.kind in _MANY_VALUES for cell in self.cells],
+                    [cell.has_many for cell in self.cells],
                 )
             parts.append(self._table(frames))
         if not parts:

@@ -141,6 +141,11 @@ class Signature:
     callbacks: tuple[Call, ...]
     side_inputs: tuple[pvalue.AsSideInput | SideInput, ...] = ()
 
+    @property
+    def packed(self) -> tuple[AuthorCell, ...]:
+        """The cells of one value each, which the wrapper keeps in its control cell."""
+        return tuple(c for c in self.cells if c.kind in ("read_modify_write", "combining"))
+
 
 def read_signature(
     fn: beam.DoFn, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -58,7 +58,7 @@ def cell_encoder(cell: CellState) -> Callable[[Any], bytes | tuple[bytes, ...] |
         return Timestamp.of(moment).micros, value
 
     def encode(value: Any) -> bytes | tuple[bytes, ...] | None:
-        if cell.kind in ("read_modify_write", "combining"):
+        if not cell.has_many:
             return None if value is None else bytes(coder.encode(value))
         if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable | None):
             raise TypeError("it holds many values: give a list or a set")

@@ -374,7 +374,6 @@ class KeyState:
 
         `fires_once`: the runner fires a clock once for each time that it was set.
 
-
         With `watches_end` the second clock is set at the end of time, for as long as an epoch is
         open: where the two fire together, the epoch was closed by the end of the stream.
         """

@@ -135,11 +135,7 @@ def needs_buffer(signature: Signature, config: OperatorConfig) -> bool:
     return (
         config.restoring
         or not _never_waits(config)
-        or not all(
-            is_small(cell.coder)
-            for cell in signature.cells
-            if cell.kind in ("read_modify_write", "combining")
-        )
+        or not all(is_small(cell.coder) for cell in signature.packed)
     )
 
 
@@ -194,9 +190,7 @@ class KeyedOperator:
         self.sides_of_element = len(signature.side_inputs) + len(process.finalizer[:1])
         self._given = (*process.sides, *((name, -1) for name in process.finalizer))
         self._saves_again = saves_again(config)
-        self._packed_cells = sum(
-            cell.kind in ("read_modify_write", "combining") for cell in signature.cells
-        )
+        self._packed_cells = len(signature.packed)
         self._windows, self._aligned = config.windows, config.aligned
         self._sorted = config.time_sorted
         self._has_wall_timers = "processing" in signature.domains
