@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -101,7 +102,11 @@ class AppendFn(beam.DoFn):
 
 
 @pytest.mark.slow
-def test_workers_in_processes_of_their_own_save_and_restore_the_same(prism, tmp_path):
+def test_workers_in_processes_of_their_own_save_and_restore_the_same(prism, tmp_path, monkeypatch):
+    # Beam starts them as "python", which need not be the one that runs this.
+    monkeypatch.setenv(
+        "PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    )
     fn, store, path = DelayChainFn(), open_store(tmp_path / "ckpt"), tmp_path / "outputs"
     processes = "--experiments=use_loopback_process_worker"
     options = ["--runner=PrismRunner", processes, *prism_options()]

@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 from apache_beam.internal import pickler
 from apache_beam.transforms import userstate
+from apache_beam.transforms.window import FixedWindows
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -125,6 +126,30 @@ def test_nothing_is_left_of_a_key_whose_outputs_beyond_the_cut_are_over():
     rest = run_faked(dofn(program), plan, restored=first.checkpoints[-1], time_sorted=True)
     assert len(rest.checkpoints[-1].records) == 0
     assert rest.left == []
+
+
+def test_chunks_of_a_record_are_gone_once_the_key_is_done_with_its_window():
+    """A key group count that changed saves it again at once; its chunks stayed at the runner.
+
+    The last of them, come a second time, then made the record whole again.
+    """
+    program = Program(
+        process=(Emit(25 * S), Emit(None)), callbacks=((Emit(None),),), cells=("value",)
+    )
+    cuts, groups = (-10 * S, 0, 10 * S), (1, 1, 1, 7)
+    for seed in range(40):
+        chaos = Chaos(seed, chunk_bytes=40)
+        check_faked(
+            History(
+                program,
+                order_free=False,
+                source=((-10 * S, "a", 0), (-9 * S, "b", 0)),
+                cuts=cuts,
+                key_groups=groups,
+                window_fn=FixedWindows(60),
+                chaos=chaos,
+            )
+        )
 
 
 # ------------------------------------------------------------------------------- the programs

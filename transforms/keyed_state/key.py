@@ -383,6 +383,8 @@ class KeyState:
             # none can come nobody looks at the cell again, and clearing it costs a measurement.
             if self._versions and not (fires_once and self._fires == set()):
                 self._cell.clear()
+            if self._chunks_kept:
+                self._aux.clear()  # or the last of them, come again, would complete the record
             return
         control, woken = self.control, self._woken
         self._arm(epochs, two_clocks, watches_end)
