@@ -89,6 +89,7 @@ class StreamHistory:
         time_sorted: As in `CheckpointedParDo`.
         key_groups: As in `CheckpointedParDo`.
         max_files_per_group: As in `CheckpointedParDo`.
+        options: Of the pipeline, beside those that it needs.
     """
 
     root: str
@@ -99,6 +100,7 @@ class StreamHistory:
     time_sorted: bool = True
     key_groups: int = 1
     max_files_per_group: int = 8
+    options: tuple[str, ...] = ()
 
     @property
     def store(self) -> CheckpointStore:
@@ -243,7 +245,9 @@ def _stream(history: StreamHistory, faults: FaultPlan | None) -> None:
         log.write("0\n")
     path = Path(history.root, f"outputs-{len(history.written()):04d}.pickles")
     path.touch()
-    options = PipelineOptions(["--runner=PrismRunner", "--streaming", *prism_options()])
+    options = PipelineOptions(
+        ["--runner=PrismRunner", "--streaming", *prism_options(), *history.options]
+    )
     with (
         beam.Pipeline(options=options) as p,
         Checkpoints(

@@ -21,6 +21,8 @@ from beam_ckpt.testing.replay import ReplayLog
 
 S = 1_000_000
 _NOTED = [0.0]
+#: The worker's cache of state would grow for half an hour, to 100 MB, whatever the pipeline.
+SMALL_CACHE = "--max_cache_memory_usage_mb=4"
 #: Three checkpoints of four groups of eight files, with what belongs to them.
 STEADY = 3 * 4 * 8 + 20
 
@@ -95,7 +97,15 @@ def soak(tmp_path: Path, epochs: int, kills: int, every_seconds: float) -> str:
     root = tmp_path / "history"
     root.mkdir()
     log = ReplayLog(rows, displacement=15, seed=3)
-    history = StreamHistory(str(root), WindowedSumFn(str(memory)), log, 10, speed=200, key_groups=4)
+    history = StreamHistory(
+        str(root),
+        WindowedSumFn(str(memory)),
+        log,
+        10,
+        speed=200,
+        key_groups=4,
+        options=(SMALL_CACHE,),
+    )
     started = time.monotonic()
     with counted(root / "ckpt") as files:
         crashes = carry_out(history, kill_after=[every_seconds] * kills, limit=kills + 2)
@@ -130,6 +140,6 @@ def soak(tmp_path: Path, epochs: int, kills: int, every_seconds: float) -> str:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(2400)
+@pytest.mark.timeout(3600)
 def test_5000_checkpoints_with_a_kill_every_20_seconds(prism, tmp_path, record_property):
-    record_property("counts", soak(tmp_path, epochs=5000, kills=15, every_seconds=20))
+    record_property("counts", soak(tmp_path, epochs=5000, kills=45, every_seconds=20))
