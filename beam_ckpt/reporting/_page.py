@@ -66,9 +66,9 @@ def _summary(facts: Facts) -> str:
     finalized = [c for c in facts.checkpoints if c.phase == "finalized"]
     damaged = [c for c in facts.checkpoints if c.problem]
     numbers = [
-        (str(len(finalized)), "recovery points"),
-        (str(len(facts.operators)), "operators"),
-        (str(facts.key_groups or "-"), "key groups"),
+        _count(len(finalized), "recovery point"),
+        _count(len(facts.operators), "operator"),
+        _count(facts.key_groups, "key group"),
     ]
     newest = next((c for c in facts.checkpoints if c.id == facts.newest), None)
     if newest is not None:
@@ -92,6 +92,10 @@ def _summary(facts: Facts) -> str:
     if not facts.checkpoints:
         lines.append("<p>There is no checkpoint yet.</p>")
     return "\n".join(lines)
+
+
+def _count(number: int, what: str) -> tuple[str, str]:
+    return f"{number:,}", what if number == 1 else f"{what}s"
 
 
 def _timeline(facts: Facts) -> str:
@@ -134,8 +138,8 @@ def _state(facts: Facts) -> str:
     heads = ("operator", "key coder", "cells", "key groups", "rows", "size")
     return _section(
         "State",
-        f"Bytes of each operator by key group in checkpoint {facts.newest}; the darker, the "
-        f"less. One bright cell in a dark row is a key, or a few, with much state.{each}",
+        f"Bytes of each operator by key group in checkpoint {facts.newest}. One cell that stands "
+        f"out in a row is a key, or a few, with much state.{each}",
         _figure(picture),
         _table(heads, rows, numbers=(3, 4, 5), texts=(2,)),
     )
@@ -283,10 +287,13 @@ def _said(words: str) -> str:
 
 _STYLE = """
 :root { --back: #fff; --text: #1a1a1a; --faint: #5c5c5c; --line: #d0d0d0; --panel: #f5f5f5;
-  --new: #0072b2; --shared: #8cc4e3; --stripe: #0072b2; --warn: #b34700; --empty: #fff; }
+  --new: #0072b2; --shared: #8cc4e3; --stripe: #0072b2; --warn: #b34700; --edge: #fff;
+  --shade: rgb(0 0 0 / .3); --h0: #e4cf5b; --h1: #c4b56c; --h2: #a69d75; --h3: #8a8779;
+  --h4: #707173; --h5: #39486b; --h6: #00204d; }
 @media (prefers-color-scheme: dark) { :root { --back: #15181c; --text: #e8e8e8; --faint: #a6adb5;
   --line: #3a4048; --panel: #1e2329; --new: #56b4e9; --shared: #24455a; --stripe: #56b4e9;
-  --warn: #f0a35e; --empty: #15181c; } }
+  --warn: #f0a35e; --edge: #15181c; --shade: rgb(255 255 255 / .3); --h0: #39486b; --h1: #575c6d;
+  --h2: #707173; --h3: #8a8779; --h4: #a69d75; --h5: #c4b56c; --h6: #ffea46; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--back); color: var(--text);
   font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
@@ -300,8 +307,16 @@ p { margin: .5rem 0; max-width: 44rem; overflow-wrap: anywhere; }
   padding: .4rem .7rem; }
 .tiles b { font-size: 1.15rem; }
 .bad { border-left: 4px solid var(--warn); padding: .2rem .8rem; overflow-wrap: anywhere; }
-.wide { overflow-x: auto; margin: .5rem 0; }
-svg { display: block; width: 100%; min-width: 36rem; height: auto; }
+/* At an edge beyond which there is more lies a shadow; at an end, what scrolls along hides it. */
+.wide { overflow-x: auto; margin: .5rem 0; background-repeat: no-repeat;
+  background-image: linear-gradient(90deg, var(--back) 40%, transparent),
+    linear-gradient(270deg, var(--back) 40%, transparent),
+    linear-gradient(90deg, var(--shade), transparent),
+    linear-gradient(270deg, var(--shade), transparent);
+  background-position: left, right, left, right;
+  background-attachment: local, local, scroll, scroll;
+  background-size: 2rem 100%, 2rem 100%, .6rem 100%, .6rem 100%; }
+svg { display: block; width: 100%; height: auto; }
 svg text { font: 12px system-ui, sans-serif; fill: var(--text); }
 svg text.faint { fill: var(--faint); } svg text.warn { fill: var(--warn); font-weight: bold; }
 .grid { stroke: var(--line); stroke-width: 1; }
@@ -311,10 +326,10 @@ svg text.faint { fill: var(--faint); } svg text.warn { fill: var(--warn); font-w
 .edge { fill: none; stroke: var(--faint); stroke-width: 1.5; }
 .dot { fill: var(--new); stroke: var(--back); stroke-width: 1.5; }
 .hollow { fill: var(--back); stroke: var(--warn); stroke-width: 2; }
-.none { fill: var(--empty); stroke: var(--line); stroke-width: .6; }
-.h0 { fill: #00224e; } .h1 { fill: #2a3f6d; } .h2 { fill: #575d6d; } .h3 { fill: #7d7c78; }
-.h4 { fill: #a59c74; } .h5 { fill: #d2c060; } .h6 { fill: #fee838; }
-.h0, .h1, .h2, .h3, .h4, .h5, .h6 { stroke: var(--line); stroke-width: .3; }
+.none { fill: var(--faint); }
+.h0 { fill: var(--h0); } .h1 { fill: var(--h1); } .h2 { fill: var(--h2); } .h3 { fill: var(--h3); }
+.h4 { fill: var(--h4); } .h5 { fill: var(--h5); } .h6 { fill: var(--h6); }
+.h0, .h1, .h2, .h3, .h4, .h5, .h6 { stroke: var(--edge); stroke-width: .3; }
 table { border-collapse: collapse; font-size: .875rem; }
 th, td { text-align: left; vertical-align: top; padding: .25rem .6rem .25rem 0;
   border-bottom: 1px solid var(--line); }
@@ -323,8 +338,11 @@ th, .w { white-space: nowrap; }
 td:last-child { min-width: 8rem; } td.t { min-width: 20rem; }
 .n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 @media print { :root { --back: #fff; --text: #000; --faint: #444; --line: #999; --panel: #fff;
-  --new: #0072b2; --shared: #fff; --stripe: #0072b2; --warn: #000; --empty: #fff; }
-  main { max-width: none; padding: 0; } .wide { overflow: visible; } svg { min-width: 0; }
+  --new: #0072b2; --shared: #fff; --stripe: #0072b2; --warn: #000; --edge: #fff;
+  --h0: #e4cf5b; --h1: #c4b56c; --h2: #a69d75; --h3: #8a8779; --h4: #707173; --h5: #39486b;
+  --h6: #00204d; }
+  main { max-width: none; padding: 0; } svg { min-width: 0 !important; }
+  .wide { overflow: visible; background-image: none; }
   section { break-inside: avoid; } table { font-size: .7rem; } tr { break-inside: avoid; }
   rect, circle { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """

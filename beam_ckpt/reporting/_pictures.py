@@ -1,8 +1,11 @@
 """The pictures, as SVG: bars, a heat map, a graph of parents. Colours are in the page's styles.
 
 What colour tells is told by position, pattern or words as well, so that nothing is lost on paper or
-to who sees other colours. The scale of the heat map is ordered by lightness (that of cividis, Nuñez
-et al., 2018), so that it is ordered in grey, too.
+to who sees other colours. The scale of the heat map is that of cividis (Nuñez et al., 2018), which
+is ordered by lightness, also in grey and to the colour-blind. Its weak end is the one next to the
+page's ground, so that what stands out is much; what holds nothing is no colour but a thin line.
+
+A picture is as wide as what it shows needs, so that a few checkpoints fit on a phone.
 """
 
 from __future__ import annotations
@@ -15,9 +18,14 @@ from beam_ckpt.reporting._facts import Checkpoint, Operator
 
 __all__ = ["depths", "durations", "heat_map", "lineage", "short_time", "sizes"]
 
-_WIDTH = 720
+_NARROW, _WIDTH = 360, 720
 _LEFT, _RIGHT = 74, 10
+_LETTER = 6.6
 STEPS = 7
+
+
+def _width(needed: float) -> int:
+    return round(min(max(needed, _NARROW), _WIDTH))
 
 
 def short_time(ms: float) -> str:
@@ -62,15 +70,17 @@ def _bars(
     height, bottom, top = 170, 34, 22
     inner = height - bottom - top
     most = max((sum(n for _, n, _ in parts(c)) for c in checkpoints), default=0) or 1
-    step = (_WIDTH - _LEFT - _RIGHT) / max(len(checkpoints), 1)
+    width = _width(_LEFT + _RIGHT + 40 * len(checkpoints))
+    step = (width - _LEFT - _RIGHT) / max(len(checkpoints), 1)
     wide = min(step * 0.7, 46)
-    out = [_open(_WIDTH, height, label), _hatch()]
+    out = [_open(width, height, label), _hatch()]
     for share in (0, 0.5, 1):
         y = top + inner * (1 - share)
         out.append(
-            f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<line class="grid" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         )
-        out.append(_text(_LEFT - 8, y + 4, text(most * share), "end"))
+        if share in (0, 1) or text(most * share) not in (text(0), text(most)):
+            out.append(_text(_LEFT - 8, y + 4, text(most * share), "end"))
     every = max(1, -(-len(checkpoints) // 24))
     for i, c in enumerate(checkpoints):
         x = _LEFT + step * i + (step - wide) / 2
@@ -92,7 +102,7 @@ def _bars(
             out.append(_text(middle, y - 5, mark, "middle", "mark"))
         if i % every == 0:
             out.append(_text(middle, height - bottom + 16, str(c.id), "middle"))
-    out.append(_text((_LEFT + _WIDTH) / 2, height - 4, "checkpoint id", "middle", "faint"))
+    out.append(_text((_LEFT + width) / 2, height - 4, "checkpoint id", "middle", "faint"))
     return "".join([*out, "</svg>"])
 
 
@@ -110,42 +120,44 @@ def heat_map(
         for o in operators
     ]
     most = max((n for row in held for n in row), default=0) or 1
-    left, top, tall = 150, 8, 24
-    wide = (_WIDTH - left - _RIGHT) / max(columns, 1)
+    names = [_short(operator.uid, 22) for operator in operators]
+    left, top, tall = 16 + _LETTER * max(map(len, names), default=0), 8, 24
+    width = _width(left + _RIGHT + 13 * columns)
+    wide = (width - left - _RIGHT) / max(columns, 1)
     height = top + len(operators) * (tall + 4) + 64
-    out = [_open(_WIDTH, height, "Bytes by operator and key group")]
-    for i, (operator, row) in enumerate(zip(operators, held, strict=True)):
+    out = [_open(width, height, "Bytes by operator and key group")]
+    for i, (operator, name, row) in enumerate(zip(operators, names, held, strict=True)):
         y = top + i * (tall + 4)
-        name = operator.uid if len(operator.uid) <= 22 else operator.uid[:21] + "…"
         title = f"<title>{_said(operator.uid)}</title>"
         out.append(_text(left - 8, y + tall / 2 + 4, name, "end", inner=title))
         for c, amount in enumerate(row):
             first, last = c * per_column, min((c + 1) * per_column, key_groups) - 1
             groups = f"key group {first}" if first == last else f"key groups {first} to {last}"
             kind = f"h{min(STEPS - 1, amount * STEPS // (most + 1))}" if amount else "none"
+            at, high = (y, tall) if amount else (y + tall / 2 - 1, 2)
             out.append(
-                f'<rect class="{kind}" x="{left + c * wide:.2f}" y="{y}" '
-                f'width="{max(wide - 0.6, 0.6):.2f}" height="{tall}">'
+                f'<rect class="{kind}" x="{left + c * wide:.2f}" y="{at}" '
+                f'width="{max(wide - 0.6, 0.6):.2f}" height="{high}">'
                 f"<title>{_said(operator.uid)}, {groups}: {size(amount)}</title></rect>"
             )
     y = top + len(operators) * (tall + 4) + 14
     for c in sorted({0, columns // 4, columns // 2, columns * 3 // 4, max(columns - 1, 0)}):
         out.append(_text(left + (c + 0.5) * wide, y, str(c * per_column), "middle"))
-    out.append(_text((left + _WIDTH) / 2, y + 14, "key group", "middle", "faint"))
-    out.append(_legend(left, y + 24, most))
+    out.append(_text((left + width) / 2, y + 14, "key group", "middle", "faint"))
+    out.append(_legend(8, y + 24, most))
     return "".join([*out, "</svg>"]), per_column
 
 
 def _legend(x: float, y: float, most: int) -> str:
     out = [
-        f'<rect class="none" x="{x}" y="{y}" width="30" height="10"/>',
-        _text(x + 36, y + 9, "nothing"),
+        f'<rect class="none" x="{x}" y="{y + 4}" width="22" height="2"/>',
+        _text(x + 28, y + 9, "nothing"),
     ]
-    x += 132
+    x += 118
     for step in range(STEPS):
-        out.append(f'<rect class="h{step}" x="{x + step * 30}" y="{y}" width="30" height="10"/>')
+        out.append(f'<rect class="h{step}" x="{x + step * 22}" y="{y}" width="22" height="10"/>')
     out.append(_text(x - 6, y + 9, "1 B", "end"))
-    out.append(_text(x + STEPS * 30 + 6, y + 9, size(most)))
+    out.append(_text(x + STEPS * 22 + 6, y + 9, size(most)))
     return "".join(out)
 
 
@@ -153,15 +165,17 @@ def depths(operators: Sequence[Operator]) -> str:
     """Bars: how many key groups are restored from so many files."""
     rows = [(o.uid, depth, count) for o in operators for depth, count in o.depths.items()]
     most = max((count for _, _, count in rows), default=0) or 1
-    left, tall = 220, 18
+    names = [
+        f"{_short(uid, 20)}, {'1 file' if depth == 1 else f'{depth} files'}"
+        for uid, depth, _ in rows
+    ]
+    left, right, tall, width = 16 + _LETTER * max(map(len, names), default=0), 110, 18, 420
     height = len(rows) * (tall + 6) + 10
-    out = [_open(_WIDTH, height, "Files that a key group is restored from"), _hatch()]
-    for i, (uid, depth, count) in enumerate(rows):
+    out = [_open(width, height, "Files that a key group is restored from"), _hatch()]
+    for i, (name, (_, depth, count)) in enumerate(zip(names, rows, strict=True)):
         y = 6 + i * (tall + 6)
-        name = uid if len(uid) <= 20 else uid[:19] + "…"
-        files = "1 file" if depth == 1 else f"{depth} files"
-        long = (_WIDTH - left - 110) * count / most
-        out.append(_text(left - 8, y + 13, f"{name}, {files}", "end"))
+        long = (width - left - right) * count / most
+        out.append(_text(left - 8, y + 13, name, "end"))
         out.append(
             f'<rect class="{"new" if depth == 1 else "shared"}" x="{left}" y="{y}" '
             f'width="{long:.1f}" height="{tall}"/>'
@@ -175,19 +189,20 @@ def lineage(checkpoints: Sequence[Checkpoint]) -> str:
     """A dot for each checkpoint, in the lane of its run, with a line to its parent."""
     runs = sorted({c.generation for c in checkpoints})
     lane = {generation: i for i, generation in enumerate(runs)}
-    height, top, between = len(runs) * 30 + 40, 18, 30
-    step = (_WIDTH - _LEFT - 30) / max(len(checkpoints) - 1, 1)
+    height, top, between = len(runs) * 30 + 52, 18, 30
+    width = _width(_LEFT + 30 + 40 * len(checkpoints))
+    step = (width - _LEFT - 30) / max(len(checkpoints) - 1, 1)
     step = min(step, 90)
     place = {
         c.id: (_LEFT + 14 + i * step, top + lane[c.generation] * between)
         for i, c in enumerate(checkpoints)
     }
-    out = [_open(_WIDTH, height, "Which checkpoint came from which, by run")]
+    out = [_open(width, height, "Which checkpoint came from which, by run")]
     for generation, i in lane.items():
         name = f"run {generation}" if generation else "no run"
         out.append(_text(_LEFT - 8, top + i * between + 4, name, "end"))
         y = top + i * between
-        out.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
+        out.append(f'<line class="grid" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{y}" y2="{y}"/>')
     for c in checkpoints:
         if c.parent in place:
             (x1, y1), (x2, y2) = place[c.parent], place[c.id]
@@ -204,14 +219,21 @@ def lineage(checkpoints: Sequence[Checkpoint]) -> str:
         kind = "dot" if c.phase == "finalized" else "hollow"
         out.append(f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="5">{title}</circle>')
         if i % every == 0:
-            out.append(_text(x, height - 6, str(c.id), "middle"))
+            out.append(_text(x, height - 20, str(c.id), "middle"))
+    out.append(_text((_LEFT + width) / 2, height - 4, "checkpoint id", "middle", "faint"))
     return "".join([*out, "</svg>"])
 
 
+def _short(uid: str, most: int) -> str:
+    return uid if len(uid) <= most else uid[: most - 1] + "…"
+
+
 def _open(width: float, height: float, label: str) -> str:
+    # Letters of 12 pixels at the least size are 10, and at the greatest 16.
     return (
         f'<svg role="img" aria-label="{escape(label)}" viewBox="0 0 {width} {height}" '
-        f'width="{width}" height="{height}" xmlns="http://www.w3.org/2000/svg">'
+        f'width="{width}" height="{height}" style="min-width:{width * 0.8:.0f}px;'
+        f'max-width:{width * 4 / 3:.0f}px" xmlns="http://www.w3.org/2000/svg">'
     )
 
 

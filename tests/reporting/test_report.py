@@ -8,11 +8,13 @@ import shutil
 import subprocess
 import uuid
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import pypdfium2
 import pytest
 from apache_beam.coders import StrUtf8Coder, VarIntCoder
 from apache_beam.transforms.window import GlobalWindow, GlobalWindows
@@ -291,14 +293,21 @@ def test_of_many_checkpoints_the_newest_are_drawn(tmp_path: Path) -> None:
 
 
 # -- colours -----------------------------------------------------------------------------------
-def luminance(colour: str) -> float:
-    """Relative luminance, by WCAG 2."""
+WEIGHTS = (0.2126, 0.7152, 0.0722)
+
+
+def linear(colour: str) -> list[float]:
+    """Red, green and blue of sRGB, from 0 to 1, without its gamma."""
     digits = colour.lstrip("#")
     if len(digits) == 3:
         digits = "".join(c * 2 for c in digits)
     parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
-    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance, by WCAG 2."""
+    return sum(w * c for w, c in zip(WEIGHTS, linear(colour), strict=True))
 
 
 def contrast(a: str, b: str) -> float:
@@ -306,22 +315,65 @@ def contrast(a: str, b: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_the_scale_is_ordered_by_lightness_so_that_print_and_any_eye_keep_the_order() -> None:
-    scale = [re.search(rf"\.h{i} {{ fill: (#\w+);", _STYLE) for i in range(7)]
-    steps = [luminance(found[1]) for found in scale if found]
-    assert len(steps) == 7
-    assert all(b > a * 1.2 + 0.005 for a, b in itertools.pairwise(steps)), steps
+def colours(scheme: str) -> dict[str, str]:
+    start = {"light": ":root {", "dark": "scheme: dark) {", "print": "@media print {"}[scheme]
+    return dict(re.findall(r"--(\w+): (#\w+)", _STYLE.split(start, 1)[1].split("}", 1)[0]))
+
+
+# What who lacks one kind of cone sees, of linear RGB: Machado, Oliveira & Fernandes (2009),
+# "A physiologically-based model for simulation of color vision deficiency", severity 1.0.
+EYES = {
+    "any": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "protanopia": (
+        (0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216),
+        (-0.003882, -0.048116, 1.051998),
+    ),
+    "deuteranopia": (
+        (0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413),
+        (-0.011820, 0.042940, 0.968881),
+    ),
+    "tritanopia": (
+        (1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602),
+        (0.004733, 0.691367, 0.303900),
+    ),
+}  # fmt: skip
+
+
+def lightness(colour: str, eye: str) -> float:
+    """L* of CIE 1976, from 0 to 100, as this eye sees the colour."""
+    seen = [sum(m * c for m, c in zip(row, linear(colour), strict=True)) for row in EYES[eye]]
+    y = max(0.0, sum(w * min(max(c, 0), 1) for w, c in zip(WEIGHTS, seen, strict=True)))
+    return 116 * y ** (1 / 3) - 16 if y > 216 / 24389 else y * 24389 / 27
+
+
+@pytest.mark.parametrize("eye", EYES)
+@pytest.mark.parametrize("scheme", ["light", "dark", "print"])
+def test_the_scale_is_ordered_by_lightness_in_print_and_to_any_eye(scheme: str, eye: str) -> None:
+    """From the page's ground away, so that the most stands out, in steps that can be told apart."""
+    named = colours(scheme)
+    steps = [lightness(named[name], eye) for name in ("back", *(f"h{i}" for i in range(7)))]
+    away = 1 if scheme == "dark" else -1
+    for less, more in itertools.pairwise(steps):
+        assert (more - less) * away > 7, steps
+
+
+def test_what_holds_nothing_is_told_by_its_shape(root: Path) -> None:
+    picture = pictures(report(root))["Bytes by operator and key group"]
+    tall = {e.attrib["class"]: float(e.attrib["height"]) for e in picture.iter() if len(e) == 1
+            and e.tag.endswith("rect")}  # fmt: skip
+    assert tall.pop("none") == 2
+    assert set(tall.values()) == {24}
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark", "print"])
 def test_words_stand_out_from_what_is_behind_them(scheme: str) -> None:
-    start = {"light": ":root {", "dark": "scheme: dark) {", "print": "@media print {"}[scheme]
-    block = _STYLE.split(start, 1)[1].split("}", 1)[0]
-    colours = dict(re.findall(r"--(\w+): (#\w+)", block))
+    named = colours(scheme)
     for name in ("text", "faint", "warn"):
-        assert contrast(colours[name], colours["back"]) >= 4.5, name
+        assert contrast(named[name], named["back"]) >= 4.5, name
+    for name in ("text", "faint"):
+        assert contrast(named[name], named["panel"]) >= 4.5, name
     for name in ("new", "stripe"):
-        assert contrast(colours[name], colours["back"]) >= 3, name
+        assert contrast(named[name], named["back"]) >= 3, name
 
 
 # -- the command, and a browser ----------------------------------------------------------------
@@ -348,37 +400,77 @@ def test_the_command_writes_the_page_whole_or_not_at_all(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt", "report.html"]
 
 
-@pytest.mark.parametrize("width", [390, 1280])
-def test_in_a_browser_the_page_is_no_wider_than_the_window(
-    root: Path, tmp_path: Path, width: int
-) -> None:
-    """Wide pictures and tables scroll by themselves."""
+@pytest.fixture
+def browse(tmp_path: Path) -> Callable[..., str]:
+    """Runs Chromium without a window; returns what it prints."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no Chromium is installed")
+
+    def run(*arguments: str) -> str:
+        done = subprocess.run(
+            [
+                browser, "--headless=new", "--no-sandbox", "--disable-gpu",
+                "--allow-file-access-from-files", f"--user-data-dir={tmp_path / 'profile'}",
+                *arguments,
+            ],
+            capture_output=True, text=True, check=False, timeout=180,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    return run
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_in_a_browser_the_page_is_no_wider_than_the_window(
+    root: Path, tmp_path: Path, browse: Callable[..., str], width: int
+) -> None:
+    """Wide tables scroll by themselves; pictures of a few checkpoints fit on a phone."""
     (tmp_path / "report.html").write_text(report(root))
     (tmp_path / "frame.html").write_text(
         f'<body style="margin:0"><iframe id=f src=report.html style="border:0;width:{width}px;'
         'height:900px"></iframe><script>onload = () => { const d = '
-        'document.getElementById("f").contentDocument.documentElement; document.body.dataset.found '
-        "= `${d.scrollWidth} ${d.clientWidth} "
-        "${d.querySelectorAll('svg').length} ${[...d.querySelectorAll('td, th')].filter("
-        "c => c.scrollWidth > c.clientWidth + 1).length} "
-        "${Math.max(...[...d.querySelectorAll('td')].map(c => c.clientHeight))}`; }</script></body>"
+        'document.getElementById("f").contentDocument.documentElement; '
+        "const all = what => [...d.querySelectorAll(what)]; document.body.dataset.found = "
+        "`${d.scrollWidth} ${d.clientWidth} ${all('svg').length} "
+        "${all('td, th').filter(c => c.scrollWidth > c.clientWidth + 1).length} "
+        "${Math.max(...all('td').map(c => c.clientHeight))} "
+        "${all('svg').filter(s => s.clientWidth > s.parentElement.clientWidth + 1).length}`; }"
+        "</script></body>"
     )
-    done = subprocess.run(
-        [
-            browser, "--headless=new", "--no-sandbox", "--disable-gpu",
-            "--allow-file-access-from-files", f"--user-data-dir={tmp_path / 'profile'}",
-            "--virtual-time-budget=5000", f"--window-size={width + 100},1000", "--dump-dom",
-            (tmp_path / "frame.html").as_uri(),
-        ],
-        capture_output=True, text=True, check=False, timeout=180,
+    printed = browse(
+        "--virtual-time-budget=5000", f"--window-size={width + 100},1000", "--dump-dom",
+        (tmp_path / "frame.html").as_uri(),
     )  # fmt: skip
-    found = re.search(r'data-found="(\d+) (\d+) (\d+) (\d+) (\d+)"', done.stdout)
-    assert found, done.stderr[-2000:]
-    needed, there, drawn, spilling, height = map(int, found.groups())
+    found = re.search(r'data-found="(\d+) (\d+) (\d+) (\d+) (\d+) (\d+)"', printed)
+    assert found
+    needed, there, drawn, spilling, height, cut = map(int, found.groups())
     assert height < 150, "no column is so narrow that its words are broken"
     assert spilling == 0, "no cell of a table reaches into its neighbour"
     assert needed == there and width - 20 <= there <= width  # a scroll bar takes some
     assert drawn == 5
+    assert cut == 0, "pictures are whole"
+
+
+def test_in_print_every_word_is_on_the_paper(
+    root: Path, tmp_path: Path, browse: Callable[..., str]
+) -> None:
+    page, file = report(root), tmp_path / "report.pdf"
+    (tmp_path / "report.html").write_text(page)
+    source = (tmp_path / "report.html").as_uri()
+    browse("--no-pdf-header-footer", f"--print-to-pdf={file}", source)
+    printed = ""
+    for paper in pypdfium2.PdfDocument(file):
+        text = paper.get_textpage()
+        printed += text.get_text_range()
+        width, height = paper.get_size()
+        for i in range(text.count_chars()):
+            left, bottom, right, top = text.get_charbox(i)
+            assert 0 <= left <= right <= width, printed[-40:]
+            assert 0 <= bottom <= top <= height, printed[-40:]
+    shown = Page(re.sub(r"<title>.*?</title>", "", page)).text.split()
+    assert len(shown) > 200
+    # A word that is broken over two lines is one; where it is at a hyphen, that is another sign.
+    whole = re.sub(r"[\s\ufffe\x02-]", "", printed)
+    assert [word for word in shown if word.replace("-", "") not in whole] == []
