@@ -4,7 +4,8 @@ A sidecar has one row per key and window, in order of the encoded key, then wind
 columns: ``key`` and one for each cell of state, of the types their coders have in Arrow (a list for
 a cell of many values; null when a cell is empty); ``_key`` and ``_window``, the encoded bytes;
 ``_deleted``, true for a tombstone; ``_updated``, event time of the last touch; ``_timers`` and
-``_carried``, lists of structs, null when there are none. The header, in the metadata of the file,
+``_carried``, lists of structs, null when there are none, and left out of a file of one row group
+in which all are. The header, in the metadata of the file,
 says of which operator, key group and boundary it is, and which cell is in which column.
 
 In a delta rows may hold only what changed since the key's row before. Such a delta has the column

@@ -19,6 +19,7 @@ from beam_ckpt.sidecar._schema import (
     SidecarHeader,
     cell_columns,
     check_columns,
+    with_optional,
 )
 from beam_ckpt.sidecar._seal import check_seal, not_a_sidecar
 
@@ -86,6 +87,8 @@ class SidecarFile:
             self.header = SidecarHeader.from_json(encoded_header, where=where)
             found = self._file.schema_arrow
             check_columns(self.header, found, where=where)
+            self._there = frozenset(found.names)
+            found = with_optional(found)
             self._sizes = decoded_sizes(data, found)
             names = found.names
             if columns is not None:
@@ -124,9 +127,12 @@ class SidecarFile:
         sizes = [self._sizes[i] for i in groups]
         rows, size = sum(rows for rows, _ in sizes), sum(size for _, size in sizes)
         check_limit(rows, size, self._limit, self._where)
-        names = self.schema.names
+        names = [name for name in self.schema.names if name in self._there]
         table = self._file.read_row_groups(groups, columns=names).select(names)
         table.validate(full=True)
+        for i, field in enumerate(self.schema):
+            if field.name not in self._there:
+                table = table.add_column(i, field, pa.nulls(len(table), field.type))
         if not in_order(table):
             not_a_sidecar(self._where, "its rows are not in order, or one occurs twice")
         if self._repatches:

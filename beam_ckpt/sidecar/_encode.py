@@ -9,7 +9,13 @@ import pyarrow.parquet as pq
 
 from beam_ckpt.errors import InvalidCheckpointError
 from beam_ckpt.sidecar._bounds import MAX_DECODED_BYTES, check_limit, decoded_size
-from beam_ckpt.sidecar._schema import KEY, METADATA_KEY, SidecarHeader, check_columns
+from beam_ckpt.sidecar._schema import (
+    KEY,
+    METADATA_KEY,
+    OPTIONAL,
+    SidecarHeader,
+    check_columns,
+)
 from beam_ckpt.sidecar._seal import sealed
 
 __all__ = ["ROW_GROUP_BYTES", "ROW_GROUP_ROWS", "encode_pages", "encode_sidecar"]
@@ -109,11 +115,30 @@ def encode_pages(
 
 
 class _File:
-    """A sidecar that is being written."""
+    """A sidecar that is being written.
+
+    What is left out of it is seen in its first row group, which waits for that: if there is no
+    other, the file may be so small that a column without a value outweighs the rows.
+    """
 
     def __init__(self, header: SidecarHeader, schema: pa.Schema) -> None:
         self._header, self._schema = header, schema
         self.rows = self.size = 0
+        self._first: pa.Table | None = None
+        self._writer: pq.ParquetWriter | None = None
+
+    def write(self, page: pa.Table, size: int) -> None:
+        """Writes a row group, of a size in memory."""
+        if self._writer is None and self._first is None:
+            self._first = page
+        else:
+            self._open(self._schema).write_table(page, max(len(page), 1))
+        self.rows += len(page)
+        self.size += size
+
+    def _open(self, schema: pa.Schema) -> pq.ParquetWriter:
+        if self._writer is not None:
+            return self._writer
         self._sink = pa.BufferOutputStream()
         statistics = (KEY, "_key", "_window", "_deleted", "_updated")
         self._writer = pq.ParquetWriter(
@@ -129,19 +154,23 @@ class _File:
             # Every type a sidecar has is one of Parquet's own; a copy in Arrow's words costs 1 kB.
             store_schema=False,
         )
-
-    def write(self, page: pa.Table, size: int) -> None:
-        """Writes a row group, of a size in memory."""
-        self._writer.write_table(page, max(len(page), 1))
-        self.rows += len(page)
-        self.size += size
+        first, self._first = self._first, None
+        assert first is not None
+        self._writer.write_table(first.select(schema.names), max(len(first), 1))
+        return self._writer
 
     def close(self, max_decoded_bytes: int) -> bytes:
         """Returns the bytes of the file."""
-        self._writer.add_key_value_metadata({METADATA_KEY: self._header.to_json()})
-        self._writer.close()
+        schema = self._schema
+        if self._first is not None and self._header.format_version > 2:
+            for name in OPTIONAL:
+                if self._first[name].null_count == len(self._first):
+                    schema = schema.remove(schema.get_field_index(name))
+        writer = self._open(schema)
+        writer.add_key_value_metadata({METADATA_KEY: self._header.to_json()})
+        writer.close()
         data = sealed(memoryview(self._sink.getvalue()))
-        del self._sink, self._writer
+        del self._sink, self._writer, writer
         # What is written can be read: the measure is that of the reader, never sixteen times as
         # much.
         if self.size > max_decoded_bytes // 16:

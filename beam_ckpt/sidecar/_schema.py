@@ -24,10 +24,11 @@ __all__ = [
     "sidecar_schema",
 ]
 
-FORMAT_VERSION = 2
-"""The sidecar format this library writes. It reads every one released so far (1 and 2).
+FORMAT_VERSION = 3
+"""The sidecar format this library writes. It reads every one released so far (1 to 3).
 
-Format 2 has deltas whose rows may hold only what changed (``_patch``).
+Format 2 has deltas whose rows may hold only what changed (``_patch``). In format 3 the columns of
+what most operators have none of (``_timers``, ``_carried``) may be left out.
 """
 
 METADATA_KEY = b"beam_ckpt.sidecar"
@@ -77,6 +78,9 @@ _OWN_FIELDS = (
     pa.field("_timers", TIMERS),
     pa.field("_carried", CARRIED),
 )
+
+#: Columns that a file need not have: a row has none of what is in them.
+OPTIONAL = ("_timers", "_carried")
 
 PATCH = "_patch"
 """The column, of a delta that has rows which are not whole, that says what each row holds."""
@@ -198,13 +202,25 @@ def cell_columns(schema: pa.Schema) -> list[str]:
     return [name for name in schema.names if name not in _NO_CELLS]
 
 
+def with_optional(found: pa.Schema) -> pa.Schema:
+    """Returns the schema of a file with the columns that were left out of it."""
+    fields = {field.name: field for field in found}
+    last = [fields.pop(PATCH)] if PATCH in fields else []
+    for field in _OWN_FIELDS:
+        there = fields.pop(field.name, field if field.name in OPTIONAL else None)
+        if there is not None:
+            fields[field.name] = there
+    return pa.schema([*fields.values(), *last])
+
+
 def check_columns(header: SidecarHeader, found: pa.Schema, *, where: str) -> None:
     """Checks that a file has the columns that its header speaks of, and ours of their types.
 
     Raises:
         InvalidCheckpointError: It has not.
     """
-    own = [*_OWN_FIELDS]
+    left_out = {n for n in OPTIONAL if n not in found.names and header.format_version > 2}
+    own = [field for field in _OWN_FIELDS if field.name not in left_out]
     if found.names[-1:] == [PATCH] and header.format_version > 1:
         own.append(_PATCH_FIELD)
     if header.kind == "full" and PATCH in found.names:

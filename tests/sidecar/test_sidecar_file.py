@@ -345,10 +345,67 @@ def test_a_malformed_header_is_refused(header: bytes) -> None:
         decode_sidecar(foreign(table(), header), where="a test")
 
 
-@pytest.mark.parametrize("column", ["count", "_key", "_timers"])
+@pytest.mark.parametrize("column", ["count", "_key", "_updated"])
 def test_a_file_without_one_of_its_columns_is_refused(column: str) -> None:
     with pytest.raises(InvalidCheckpointError, match="its header speaks of"):
         decode_sidecar(foreign(table().drop_columns([column])), where="a test")
+
+
+@pytest.mark.parametrize("column", ["_timers", "_carried"])
+def test_a_file_of_an_older_format_without_one_of_its_columns_is_refused(column: str) -> None:
+    header = replace(HEADER, format_version=2).to_json()
+    with pytest.raises(InvalidCheckpointError, match="its header speaks of"):
+        decode_sidecar(foreign(table().drop_columns([column]), header), where="a test")
+
+
+def names_in(data: bytes) -> list[str]:
+    return pq.read_schema(pa.BufferReader(data)).names
+
+
+@pytest.mark.parametrize("left_out", [(), ("_timers",), ("_carried",), ("_timers", "_carried")])
+def test_columns_of_what_no_row_has_are_left_out(left_out: tuple[str, ...]) -> None:
+    rows = table()
+    for name in left_out:
+        at, field = rows.schema.get_field_index(name), rows.schema.field(name)
+        rows = rows.set_column(at, field, pa.nulls(len(rows), field.type))
+    data = encode_sidecar(rows, HEADER)
+    assert names_in(data) == [name for name in rows.column_names if name not in left_out]
+    assert decode_sidecar(data, where="a test")[1].equals(rows)
+    some = decode_sidecar(data, where="a test", columns=["_carried", "count"])[1]
+    assert some.equals(rows.select(["count", "_key", "_window", "_deleted", "_carried"]))
+    key = rows["_key"][0].as_py()
+    assert decode_sidecar(data, where="a test", key=key)[1].equals(rows.slice(0, 1))
+    # With more row groups they weigh little, and what a later one has is not known.
+    paged = encode_sidecar(rows, HEADER, row_group_rows=1)
+    assert names_in(paged) == rows.column_names
+    assert decode_sidecar(paged, where="a test")[1].equals(rows)
+    old = replace(HEADER, format_version=2)
+    assert names_in(encode_sidecar(rows, old)) == rows.column_names
+
+
+def test_a_file_of_few_rows_without_timers_is_smaller() -> None:
+    rows = table()
+    for name in ("_timers", "_carried"):
+        at, field = rows.schema.get_field_index(name), rows.schema.field(name)
+        rows = rows.set_column(at, field, pa.nulls(len(rows), field.type))
+    old = encode_sidecar(rows, replace(HEADER, format_version=2))
+    assert len(encode_sidecar(rows, HEADER)) < len(old) - 900
+
+
+def test_columns_that_are_left_out_count_in_the_limit() -> None:
+    """A null in a list takes an offset of four bytes in memory, and none in the file."""
+    rows = table()
+    keys = pa.array([b"%06d" % i for i in range(50_000)])
+    columns = {"_key": keys, "_window": pa.array([b""] * len(keys))}
+    columns["_deleted"] = pa.array([False] * len(keys))
+    columns["_updated"] = pa.array([0] * len(keys), rows.schema.field("_updated").type)
+    arrays = [columns.get(field.name, pa.nulls(len(keys), field.type)) for field in rows.schema]
+    many = pa.Table.from_arrays(arrays, schema=rows.schema)
+    data = encode_sidecar(many, HEADER)
+    assert "_timers" not in names_in(data)
+    needs = decode_sidecar(data, where="a test")[1].nbytes
+    with pytest.raises(CheckpointTooLargeError):
+        decode_sidecar(data, where="a test", max_decoded_bytes=needs - 1)
 
 
 def test_a_file_whose_columns_of_ours_have_other_types_is_refused() -> None:
