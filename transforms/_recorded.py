@@ -7,6 +7,7 @@ count as readable unless the caller says so. `coder_identity` is the other direc
 
 from __future__ import annotations
 
+import datetime
 import decimal
 import json
 import re
@@ -79,7 +80,11 @@ _FIELDS: Mapping[str, Any] = {
     "BytesCoder": bytes,
     "DecimalCoder": decimal.Decimal,
 }
-_LOGICAL: Mapping[str, Any] = {"beam:logical_type:micros_instant:v1": Timestamp}
+# Not that of a `PythonCallableWithSource`, which runs what its bytes say.
+_LOGICAL: Mapping[str, Any] = {
+    "beam:logical_type:date:v1": datetime.date,
+    "beam:logical_type:micros_instant:v1": Timestamp,
+}
 
 
 class _OpaqueCoder(Coder):

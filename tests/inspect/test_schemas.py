@@ -9,6 +9,8 @@ import uuid
 from typing import Any
 
 import fastavro
+import pandas as pd
+import polars as pl
 import pyarrow as pa
 import pytest
 from apache_beam.coders import (
@@ -142,6 +144,18 @@ def values(store: Any, **ways: Any) -> list[Any]:
     return found
 
 
+def readings(store: Any, **ways: Any) -> dict[str, Any]:
+    """What pandas, polars and DuckDB have for the only value there is."""
+    table = inspect.state(store, "op", **ways)
+    frame = table.to_pandas(types_mapper=pd.ArrowDtype)
+    tables = {
+        "pandas": pa.Table.from_pandas(frame, preserve_index=False),
+        "polars": pl.from_arrow(table).to_arrow(),
+        "duckdb": inspect.duckdb(store, **ways).sql("SELECT * FROM op").to_arrow_table(),
+    }
+    return {name: table["c"].to_pylist()[0] for name, table in tables.items()}
+
+
 # -- protobuf --------------------------------------------------------------------------------
 def an_order() -> Any:
     order = Order(id=2**64 - 1, colour=1, raw=b"\x00", ratio=-0.0)
@@ -198,6 +212,8 @@ def test_any_message_shows_as_it_is(fields):
     (found,) = values(store, schemas=[Order])
     colour = {0: "NONE", 1: "RED", 7: "7"}[fields["colour"]]
     assert {name: found[name] for name in fields} == fields | {"colour": colour}
+    for reader, said in readings(store, schemas=[Order]).items():
+        assert {name: said[name] for name in fields} == fields | {"colour": colour}, reader
 
 
 # -- Avro ------------------------------------------------------------------------------------
@@ -226,6 +242,24 @@ def test_avro_records_are_structs_where_their_schema_is_given(schema):
     assert values(store, schemas=[{"type": "record", "name": "Other", "fields": []}]) == [
         rows["a"][0], rows["b"][0],
     ]  # fmt: skip
+
+
+@given(
+    st.builds(
+        a_reading, at=st.integers(-(2**63), 2**63 - 1),
+        value=st.none() | st.floats(allow_nan=False), tags=st.lists(st.text(), max_size=3),
+        counts=st.dictionaries(st.text(), st.integers(-(2**31), 2**31 - 1), max_size=3),
+        kind=st.sampled_from("AB"), sum=st.binary(min_size=2, max_size=2),
+    )
+)  # fmt: skip
+def test_any_avro_record_shows_as_it_is(reading):
+    store = save([cell(AvroGenericCoder(json.dumps(AVRO)))], {"a": (avro(reading),)})
+    (found,) = values(store, schemas=[AVRO])
+    expected = reading | {"counts": list(reading["counts"].items())}
+    assert found == expected
+    for reader, said in readings(store, schemas=[AVRO]).items():
+        pairs = [tuple(p.values()) if isinstance(p, dict) else p for p in said["counts"]]
+        assert said | {"counts": pairs} == expected, reader
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Coders by the names that checkpoints record: the same values, and never a pickle by accident."""
 
 # No postponed annotations here: Beam does not resolve them for the fields of rows.
+import datetime
 import decimal
 import pickle
 import string
@@ -28,6 +29,7 @@ from beam_ckpt.transforms.columns import coder_identity
 class Leg(NamedTuple):
     at: Timestamp
     fare: decimal.Decimal
+    day: datetime.date
 
 
 class Trip(NamedTuple):
@@ -42,7 +44,12 @@ class Trip(NamedTuple):
 coders.registry.register_coder(Leg, coders.RowCoder)
 coders.registry.register_coder(Trip, coders.RowCoder)
 TRIP = Trip(
-    "a", None, [0.5, -0.0], {"k": b"\xff"}, Leg(Timestamp(1.5), decimal.Decimal("9.90")), True
+    "a",
+    None,
+    [0.5, -0.0],
+    {"k": b"\xff"},
+    Leg(Timestamp(1.5), decimal.Decimal("9.90"), datetime.date(1970, 2, 1)),
+    True,
 )
 
 PLAIN = [
@@ -136,6 +143,7 @@ def test_a_coder_that_is_not_known_keeps_its_bytes_whatever_is_said():
         "NullableCoder[VarIntCoder,VarIntCoder]",
         "RowCoder[a:my.module.MyCoder]",
         'RowCoder[a:LogicalTypeCoder["beam:logical_type:unknown:v1",VarIntCoder]]',
+        "RowCoder[a:LogicalTypeCoder[beam:logical_type:python_callable:v1,StrUtf8Coder]]",
         "UnheardOf[VarIntCoder]",
         "TupleCoder[" * 1000 + "VarIntCoder" + "]" * 1000,
     ],
