@@ -125,7 +125,8 @@ class Page:
             names = module.__dict__
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
-            exec(compile(code, self._page, "exec"), names)
+            # As a reader runs it: without what this module imports from the future.
+            exec(compile(code, self._page, "exec", dont_inherit=True), names)
         self._printed = out.getvalue()
 
     def _console(self, block: Block) -> None:
