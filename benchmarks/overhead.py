@@ -15,6 +15,8 @@ The cases (`--help` has their sizes; a goal's size where plain Beam does it in a
 * one-cell: an int per key, one checkpoint at the drained end of the input.
 * three-cells: two ints, a bag and a timer per key, one checkpoint at the end.
 * until: an int per key; the second of two runs that `until` divides, restored from the first.
+* until-eager: the same, but as runners other than FnApiRunner have it: records come with the
+  elements, so that every record is restored as it comes, and elements wait until all have.
 * aligned-stream, aligned-prism: ten epochs of a stream in mild disorder (`TestStream`), on
   BundleBasedDirectRunner and on Prism.
 * aligned-batch: ten epochs of a bounded input, all of which is buffered first.
@@ -46,6 +48,7 @@ from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import apache_beam as beam
 import typer
@@ -134,6 +137,7 @@ class Case:
         restores: Whether the checkpointed side restores all keys and has one event.
         fast: Whether both sides run with `FAST`.
         groups: Number of key groups by default.
+        eager: Whether to restore as where records and elements come together.
     """
 
     about: str
@@ -148,6 +152,7 @@ class Case:
     restores: bool = False
     fast: bool = False
     groups: int = 128
+    eager: bool = False
 
 
 class Name(StrEnum):
@@ -156,6 +161,7 @@ class Name(StrEnum):
     ONE_CELL = "one-cell"
     THREE_CELLS = "three-cells"
     UNTIL = "until"
+    UNTIL_EAGER = "until-eager"
     ALIGNED_STREAM = "aligned-stream"
     ALIGNED_PRISM = "aligned-prism"
     ALIGNED_BATCH = "aligned-batch"
@@ -170,6 +176,9 @@ CASES = {
     ),
     Name.UNTIL: Case(
         "restored, up to the next `until`", 20_000, 200_000, 1.3, divided=True
+    ),
+    Name.UNTIL_EAGER: Case(
+        "the same, restored eagerly", 20_000, 200_000, 0, divided=True, eager=True
     ),
     Name.ALIGNED_STREAM: Case(
         "aligned stream, 10 epochs", 1_000, 100_000, 1.25,
@@ -260,6 +269,8 @@ def run_pipeline(run: Run) -> dict[str, float]:
         arguments += prism_options()
     if case.stream:
         arguments.append("--streaming")
+    if case.eager:
+        mock.patch("beam_ckpt.transforms.checkpoints.reads_in_one_bundle", lambda _: False).start()
     if run.fast and not (correct_state_cache() and run.checkpointed):
         arguments.append(FAST)
     p = beam.Pipeline(options=PipelineOptions(arguments))

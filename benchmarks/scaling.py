@@ -4,8 +4,8 @@ One thing is varied at a time: the cost of an epoch against all of the state (it
 against the keys that the epoch touched (a line), against the key groups and the operators; and the
 cost of a restore against the state (a line). What stays the same in each is printed with it.
 
-    python benchmarks/scaling.py                            prints, and writes docs/scaling.svg
-    python benchmarks/scaling.py --scale 0.1 --svg ''       a tenth of the keys, no plot
+    python benchmarks/scaling.py                       prints; writes docs/pictures/scaling.svg
+    python benchmarks/scaling.py --scale 0.1 --svg ''  a tenth of the keys, no plot
 
 The steps behind an operator (writer, committer, restore) run without a runner, on a store in
 memory, so that what is measured is theirs: seconds of the processor, the median of a few epochs.
@@ -258,7 +258,7 @@ def plot(curves: Sequence[Curve]) -> str:
 def main(
     scale: Annotated[float, typer.Option(help="Factor of the numbers of keys.", min=0)] = 1,
     svg: Annotated[str, typer.Option(help="Where to plot; '' for no plot.")] = str(
-        ROOT / "docs" / "scaling.svg"
+        ROOT / "docs" / "pictures" / "scaling.svg"
     ),
 ) -> None:
     """Measures, prints and plots."""
