@@ -134,6 +134,39 @@ def test_all_that_is_public_is_in_the_reference() -> None:
     assert {"beam_ckpt.inspect", "beam_ckpt.maintenance", "beam_ckpt.errors"} <= set(told)
 
 
+def test_each_statement_about_another_system_has_its_source() -> None:
+    """A number at the end of each place of the table and in each paragraph, and in the list."""
+    text = text_of("comparison.md")
+    hosts = {
+        "Flink": "https://nightlies.apache.org/flink/", "Spark": "https://spark.apache.org/docs/",
+        "Dataflow": "https://cloud.google.com/",
+    }  # fmt: skip
+    links = dict(re.findall(r"^\[(\w+)\]: (\S+)$", text, re.MULTILINE))
+    listed = re.findall(r"^(\d)\. (\w+): \[[^\]]+\]\[(\w+)\]$", text, re.MULTILINE)
+    assert [int(number) for number, _, _ in listed] == list(range(1, len(links) + 1))
+    assert all(links[name].startswith(hosts[system]) for _, system, name in listed)
+    numbered = {(number, name) for number, _, name in listed}
+    body, _, _ = text.partition("## Sources")
+    cited = re.findall(r"\[(\d)\]\[(\w+)\]", body)
+    assert set(cited) == numbered
+    table = [line.strip("| ").split("|") for line in body.splitlines() if line.startswith("| ")]
+    heads = [head.strip() for head in table[0]]
+    rows = [[place.strip() for place in row] + [""] * 5 for row in table[1:]]
+    assert len(rows) > 10
+    for row in rows:
+        for head, said in zip(heads[1:], row[2:5], strict=False):
+            system = head.split()[0]
+            if said:
+                assert re.search(r"\[\d\]\[\w+\]$", said), said
+                for name in re.findall(r"\[\d\]\[(\w+)\]", said):
+                    assert links[name].startswith(hosts[system]), said
+    prose = body.partition("## Where these are better")[2]
+    parts = re.split(r"^\* |\n\n", prose, flags=re.MULTILINE)
+    for part in parts:
+        if re.search("|".join(hosts), part) and not part.startswith("#"):
+            assert re.search(r"\[\d\]\[\w+\]", part), part
+
+
 def test_every_page_is_in_the_table_of_contents() -> None:
     contents = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
     listed = re.findall(r": ([\w/-]+\.md)$", contents, re.MULTILINE)
