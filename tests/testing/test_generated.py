@@ -25,6 +25,7 @@ from beam_ckpt.testing.generated import (
     Add,
     Again,
     Arm,
+    Clear,
     Collect,
     Emit,
     Fold,
@@ -150,6 +151,15 @@ def test_chunks_of_a_record_are_gone_once_the_key_is_done_with_its_window():
                 chaos=chaos,
             )
         )
+
+
+def test_a_list_that_a_range_has_emptied_and_that_is_cleared_stays_empty():
+    """Nothing was in it any more, so the runner's cell was not cleared, nor written back."""
+    steps = (Range(0, -25 * S, 0, clear=True), Clear(0), Fold(0), Emit(None))
+    program = Program(cells=("list",), process=steps)
+    source = ((0, "a", 0), (S, "a", 0), (10 * S, "a", 0), (11 * S, "a", 1))
+    for seed in range(10):
+        check_faked(History(program, order_free=False, source=source, cuts=(0,), chaos=Chaos(seed)))
 
 
 # ------------------------------------------------------------------------------- the programs

@@ -357,6 +357,8 @@ class OrderedListCell(_GrowingCell, userstate.OrderedListRuntimeState):
                 self._key.control.filled &= ~self._bit
 
     def clear(self) -> None:
+        if self._stale:
+            self._cell.clear()  # it has what was taken out of the list, which may be empty by now
         super().clear()
         self._items, self._stale = [], False
 
