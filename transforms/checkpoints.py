@@ -621,7 +621,7 @@ class _Operator(beam.PTransform[Any, Any]):
             aligned=job._aligned,
             marks_drained=job._marks_drained and not pcoll.is_bounded,
             fires_once=fires_each_timer_once(pcoll.pipeline),
-            restores_unread=bool(pcoll.is_bounded) and reads_in_one_bundle(pcoll.pipeline),
+            one_bundle=bool(pcoll.is_bounded) and reads_in_one_bundle(pcoll.pipeline),
             chunk_bytes=job._limits.chunk_bytes,
             fast_state_cache=fast_state_cache(pcoll.pipeline.options),
             saved=self._saved_records(operator, saved_uid, migration) if restoring else None,

@@ -47,6 +47,7 @@ from beam_ckpt.transforms.keyed_state.clock import BEFORE_ALL, DRAINED, MS, Epoc
 from beam_ckpt.transforms.keyed_state.key import BufferCoder, Chunk
 from beam_ckpt.transforms.keyed_state.operator import (
     SNAPSHOTS,
+    WAITING_BYTES,
     KeyedOperator,
     OperatorConfig,
     needs_buffer,
@@ -71,13 +72,16 @@ class Chaos:
         seed: Of all choices; 0 is a runner that does one thing after the other, each once.
         late_fires: Timers fire when the watermark is above their time, not yet when it is there.
         chunk_bytes: Records of more bytes come and go in chunks.
-        bag_bytes: Bags of more bytes are not written whole when something is added.
+        bag_bytes: Bags of more bytes have a cell of their own, and are not written whole when
+            something is added.
+        waiting_bytes: Elements that wait have a cell of their own when they have more bytes.
     """
 
     seed: int = 0
     late_fires: bool = False
     chunk_bytes: int = CHUNK_BYTES
     bag_bytes: int = 0
+    waiting_bytes: int = WAITING_BYTES
 
 
 @dataclass(frozen=True)
@@ -296,9 +300,10 @@ class _Runner:
             lateness=lateness,
             aligned=aligned,
             fires_once=self._calm,
-            restores_unread=not streaming and chaos.seed % 2 == 0,
+            one_bundle=not streaming and chaos.seed % 2 == 0,
             chunk_bytes=chaos.chunk_bytes,
             bag_bytes=chaos.bag_bytes,
+            waiting_bytes=chaos.waiting_bytes,
         )
         self._operator = KeyedOperator(fn, self._signature, config)
         self._buffers = needs_buffer(self._signature, config)

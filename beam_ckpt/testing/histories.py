@@ -343,8 +343,8 @@ def histories(
     count = strategies.key_group_counts()
     groups = st.one_of(count.map(lambda n: (n,) * 6), st.tuples(*[count] * 6))
     chunk_bytes = st.sampled_from([CHUNK_BYTES, CHUNK_BYTES, 40, 7])
-    bag_bytes = st.sampled_from([0, 0, 3])
-    chaos = st.builds(Chaos, st.integers(0, 1 << 16), choice, chunk_bytes, bag_bytes)
+    bag_bytes, waiting_bytes = st.sampled_from([0, 3, 256]), st.sampled_from([0, 30, 2048])
+    chaos = st.builds(Chaos, st.integers(0, 1 << 16), choice, chunk_bytes, bag_bytes, waiting_bytes)
     windows, lags = st.sampled_from(WINDOWS), st.sampled_from(lateness)
     alignment = st.sampled_from([True, True, False])
 

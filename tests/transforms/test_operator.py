@@ -8,7 +8,7 @@ import apache_beam as beam
 import pytest
 from apache_beam.coders import BytesCoder, FloatCoder, StrUtf8Coder, TupleCoder, VarIntCoder
 from apache_beam.coders.coders import GlobalWindowCoder
-from apache_beam.transforms.userstate import ReadModifyWriteStateSpec
+from apache_beam.transforms.userstate import BagStateSpec, ReadModifyWriteStateSpec
 from apache_beam.transforms.window import GlobalWindow
 from apache_beam.utils.timestamp import Timestamp
 from apache_beam.utils.windowed_value import WindowedValue
@@ -93,7 +93,7 @@ class Key:
 
     def element(self, value, seconds=0):
         windowed = WindowedValue(("k", value), Timestamp(seconds), (GlobalWindow(),))
-        buffers = needs_buffer(read_signature(CountAndSumFn()), self.config)
+        buffers = needs_buffer(read_signature(self.fn), self.config)
         return lambda: self.operator.process(("k", value), windowed, self.runners(buffers))
 
     def touch(self, value):
@@ -134,6 +134,19 @@ def test_a_record_that_comes_again_is_ignored():
     before = list(key.control.values)
     assert key.bundle(key.element(key.record())) == []
     assert key.control.values == before
+
+
+class BagFn(beam.DoFn):
+    """Adds to a bag, empties it for 0, and tells what is in it."""
+
+    BAG = BagStateSpec("bag", VarIntCoder())
+
+    def process(self, element, bag=beam.DoFn.StateParam(BAG)):
+        if element[1]:
+            bag.add(element[1])
+        else:
+            bag.clear()
+        yield sorted(bag.read())
 
 
 class Saved:
@@ -287,7 +300,7 @@ def test_there_is_a_buffer_where_something_may_have_to_be_kept_in_it(coder, chan
     assert needs_buffer(read_signature(Fn()), config) is expected
 
 
-UNREAD = {"restores_unread": True, "bounded": True, "fires_once": True}
+UNREAD = {"one_bundle": True, "bounded": True, "fires_once": True}
 
 
 def test_a_record_is_kept_unread_until_its_key_is_touched():
@@ -351,3 +364,96 @@ def test_a_record_of_which_something_is_due_or_that_is_large_is_restored_at_once
     key.bundle(key.element(Restored(record.to_bytes())))
     assert not any(value.startswith(SAVED) for value in key.control.values)
     assert key.control.values
+
+
+def counts_reads(key):
+    reads = []
+    read, key.control.read = key.control.read, lambda: reads.append(1) or read()
+    return reads
+
+
+@pytest.mark.parametrize("steps", ["element", "record, element"])
+def test_where_all_input_is_in_one_bundle_nothing_is_read_before_the_clock(steps):
+    """Each cell that is read is measured by the SDK's cache, and one that is added to is not."""
+    key = Key(**UNREAD, restoring="record" in steps)
+    reads = counts_reads(key)
+    events = [key.element(key.record())] * ("record" in steps) + [key.element(5), key.element(6)]
+    assert len(key.bundle(*events)) > 1
+    assert reads == []
+    (record,) = [o.value.value[1][1] for o in key.bundle(key.fire(DRAINED))]
+    assert reads == [1]
+    cells = SnapshotRecord.from_bytes(record).cells
+    assert VarIntCoder().decode(cells[0]) == (4 if "record" in steps else 2)
+
+
+def test_a_bundle_after_the_one_reads_what_that_left():
+    key = Key(**UNREAD, restoring=False)
+    for value in (5, 6):
+        key.bundle(key.element(value))
+    (record,) = [o.value.value[1][1] for o in key.bundle(key.fire(DRAINED))]
+    assert VarIntCoder().decode(SnapshotRecord.from_bytes(record).cells[0]) == 2
+
+
+def test_two_bundles_that_each_found_nothing_stop_the_run():
+    key = Key(**UNREAD, restoring=False)
+    for _ in range(2):
+        key.bundle(key.element(5))
+        key.operator = KeyedOperator(key.fn, read_signature(key.fn), key.config)
+    with pytest.raises(errors.WatermarkError, match="'k' in two bundles"):
+        key.bundle(key.fire(DRAINED))
+
+
+def test_a_bag_is_in_the_control_cell_while_it_is_small_and_then_in_its_own():
+    key = Key(BagFn(), **AT_THE_END, bag_bytes=6)
+    (cell, recent) = key.growing
+    held = []
+    for value in (1, 2, 3, 4, 0, 5, 6):
+        (told,) = key.bundle(key.element(value))
+        held.append((told, list(cell.values)))
+    assert held == [
+        ([1], []),
+        ([1, 2], []),
+        ([1, 2, 3], []),
+        ([1, 2, 3, 4], [1, 2, 3, 4]),
+        ([], []),
+        ([5], []),
+        ([5, 6], []),
+    ]
+    assert recent.values == []
+    (record,) = [o.value.value[1][1] for o in key.bundle(key.fire(DRAINED))]
+    assert SnapshotRecord.from_bytes(record).cells == ((b"\x05", b"\x06"),)
+
+
+@pytest.mark.parametrize("items", [2, 4])
+def test_a_restored_bag_is_where_it_belongs(items):
+    values = tuple(range(1, items + 1))
+    key = Key(BagFn(), bounded=True, bag_bytes=6)
+    saved = SnapshotRecord(b"k", b"", False, 0, (tuple(map(VarIntCoder().encode, values)),), (), ())
+    key.bundle(key.element(Restored(saved.to_bytes())))
+    assert key.growing[0].values == [*values] * (items == 4)
+    assert key.bundle(key.element(9)) == [[*values, 9]]
+
+
+def test_a_small_bag_that_is_cleared_in_a_later_epoch_is_saved_as_empty():
+    key = Key(BagFn(), epochs=Epochs(EPOCH, None), restoring=False, bag_bytes=6)
+    key.bundle(key.element(1), key.fire(0), key.element(2))
+    (record,) = [o.value.value[1][1] for o in key.bundle(key.fire(EPOCH))]
+    assert SnapshotRecord.from_bytes(record).cells == ((b"\x01", b"\x02"),)
+    key.bundle(key.element(0, seconds=61))
+    (record,) = [o.value.value[1][1] for o in key.bundle(key.fire(2 * EPOCH))]
+    assert SnapshotRecord.from_bytes(record).deleted
+    assert key.control.values == []
+
+
+@pytest.mark.parametrize("room", [0, 8, 2048])
+def test_elements_that_wait_are_in_the_control_cell_up_to_a_limit(room):
+    key = Key(epochs=Epochs(EPOCH, None), restoring=False, waiting_bytes=room)
+    for value in (3, 0, 4):
+        assert key.bundle(key.element(value, seconds=61 if value else 1)) == []
+    assert len(key.buffer.values) == {0: 3, 8: 3, 2048: 0}[room]
+    assert key.bundle(key.fire(0)) == []
+    assert key.bundle(key.element(5, seconds=62)) == []
+    assert len(key.buffer.values) == {0: 3, 8: 3, 2048: 0}[room]
+    outputs = [o for o in key.bundle(key.fire(EPOCH)) if isinstance(o, WindowedValue)]
+    assert sorted(o.value[2] for o in outputs) == [(3,), (4,), (5,)]
+    assert key.buffer.values == []

@@ -176,12 +176,13 @@ def _own(value: Any, coder: Any) -> Any:
 class _GrowingCell:
     """What bags and sets share: the runner's own cell, and a bit: it may hold something."""
 
-    __slots__ = ("_bit", "_cell", "_coder", "_key")
+    __slots__ = ("_bit", "_cell", "_coder", "_index", "_key")
 
     nothing = ()
 
-    def __init__(self, key: KeyState, bit: int, cell: Any, coder: Any) -> None:
-        self._key, self._bit, self._cell, self._coder = key, bit, cell, coder
+    def __init__(self, key: KeyState, index: int, cell: Any, coder: Any) -> None:
+        self._key, self._cell, self._coder = key, cell, coder
+        self._index, self._bit = index, 1 << index
 
     def add(self, value: Any) -> None:
         self._cell.add(_own(value, self._coder))
@@ -223,40 +224,68 @@ class _GrowingCell:
 
 
 class BagCell(_GrowingCell, userstate.BagRuntimeState):
-    """The author's bag; of a large one what is new since the key's last record is in another cell.
+    """The author's bag: in the key's one cell while it is small, else in the runner's own.
 
-    So a record can have these items alone, and the others are not read for it. A bag that is small,
-    was cleared since, or is of a key of which there is no record, is in the one cell: moving items
-    costs two measurements of the SDK's state cache, and a small bag is soon written.
+    Of a large one what is new since the key's last record is in another cell, so that a record can
+    have these items alone, and the others are not read for it. One that was cleared since, or is of
+    a key of which there is no record, is in the one cell: moving items costs two measurements of
+    the SDK's state cache.
     """
 
-    __slots__ = ("_recent",)
+    __slots__ = ("_packed", "_recent", "_room")
 
-    def __init__(self, key: KeyState, bit: int, cell: Any, coder: Any, recent: Any) -> None:
-        super().__init__(key, bit, cell, coder)
+    def __init__(self, key: KeyState, index: int, cell: Any, coder: Any, recent: Any) -> None:
+        super().__init__(key, index, cell, coder)
         self._recent = recent
+        #: The items, encoded, and how many more bytes of them the key's one cell takes.
+        self._packed = key.control.items.get(index, ())
+        self._room = key.bag_bytes - sum(map(len, self._packed)) - len(self._packed)
 
     def add(self, value: Any) -> None:
-        control = self._key.control
-        if control.apart & self._bit:
-            self._recent.add(_own(value, self._coder))
-            control.recent |= self._bit
-        else:
-            self._cell.add(_own(value, self._coder))
-            control.filled |= self._bit
-            control.touched |= self._bit
+        control, bit = self._key.control, self._bit
         self._key.changed = True
+        if control.apart & bit:
+            self._recent.add(_own(value, self._coder))
+            control.recent |= bit
+            return
+        control.touched |= bit
+        if control.filled & bit:
+            self._cell.add(_own(value, self._coder))
+            return
+        data = self._coder.encode(value)
+        # A byte more for each, so that a bag of values that have none has an end.
+        self._room -= len(data) + 1
+        if self._room >= 0:
+            if not self._packed:
+                self._packed = control.items[self._index] = []
+            self._packed.append(data)
+            return
+        self._unpack()
+        self._cell.add(self._coder.decode(data))
+        control.filled |= bit
 
-    def set_apart(self, saved: Iterable[bytes], limit: int) -> None:
-        """Takes note that a record has all items; more bytes than the limit are not written again.
+    def _unpack(self) -> None:
+        """Moves the items to the runner's cell."""
+        for data in self._packed:
+            self._cell.add(self._coder.decode(data))
+        self._forget()
+
+    def _forget(self) -> None:
+        self._key.control.items.pop(self._index, None)
+        self._packed = ()
+
+    def set_apart(self, saved: Iterable[bytes]) -> None:
+        """Takes note that a record has all items; those of a large bag are not written again.
 
         The values are those that the record has.
         """
-        if sum(map(len, saved)) > limit:
+        if self._key.control.filled & self._bit and sum(map(len, saved)) > self._key.bag_bytes:
             self._key.control.apart |= self._bit
 
     def read(self) -> Iterable[Any]:
         control = self._key.control
+        if self._packed:
+            return list(map(self._coder.decode, self._packed))
         filled = control.filled & self._bit
         if control.recent & self._bit:
             if filled:
@@ -266,12 +295,29 @@ class BagCell(_GrowingCell, userstate.BagRuntimeState):
 
     def clear(self) -> None:
         control = self._key.control
+        if self._packed:
+            self._forget()
+            control.touched |= self._bit
+            self._key.changed = True
+        self._room = self._key.bag_bytes
         if control.recent & self._bit:
             self._recent.clear()
             control.recent &= ~self._bit
             self._key.changed = True
         control.apart &= ~self._bit
         super().clear()
+
+    def encoded(self) -> tuple[bytes, ...]:
+        return tuple(self._packed) if self._packed else super().encoded()
+
+    def restore(self, encoded: Iterable[bytes]) -> None:
+        items = list(encoded)
+        room = self._room - sum(map(len, items)) - len(items)
+        if room < 0:
+            super().restore(items)
+        elif items:
+            self._room, self._packed = room, items
+            self._key.control.items[self._index] = items
 
     def saved(self) -> tuple[int, tuple[bytes, ...]]:
         control = self._key.control
@@ -309,8 +355,8 @@ class OrderedListCell(_GrowingCell, userstate.OrderedListRuntimeState):
 
     __slots__ = ("_items", "_stale")
 
-    def __init__(self, key: KeyState, bit: int, cell: Any, coder: Any) -> None:
-        super().__init__(key, bit, cell, coder)
+    def __init__(self, key: KeyState, index: int, cell: Any, coder: Any) -> None:
+        super().__init__(key, index, cell, coder)
         self._items: list[tuple[int, Any]] | None = None
         self._stale = False
 

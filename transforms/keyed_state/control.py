@@ -13,12 +13,13 @@ from beam_ckpt.transforms.snapshot import CarriedOutput, SnapshotRecord
 
 __all__ = ["EVERY_CELL", "SPILLED", "Control"]
 
-_VERSION = 2
+_VERSION = 3
 _HEAD = struct.Struct("<BHqqqqqQQQQQ")
-_BUFFER = struct.Struct("<Iqq")
+_BUFFER = struct.Struct("<Iq")
 _TIMER = struct.Struct("<HIq")
 _COUNT = struct.Struct("<I")
-_COUNTS = struct.Struct("<IIH")
+_COUNTS = struct.Struct("<IIHH")
+_ITEMS = struct.Struct("<HI?")
 
 (
     _LIVE, _SAVED, _OPEN, _ARMED, _HORIZON, _BUFFERED, _RESTORED, _CLOSED, _GATED
@@ -46,7 +47,9 @@ class Control:
         armed: What the runner's clock is set to, or `None`.
         horizon: What the runner's second clock is set to, or `None` (see `dofn.py`).
         updated: Event time of the last change.
-        filled: Bit i: the i-th bag or set may hold something.
+        items: Encoded items of the bags that are kept here, being small, by the bag's index among
+            the bags and sets.
+        filled: Bit i: the runner's cell of the i-th bag or set may hold something.
         touched: Bit i: the i-th bag or set is not what the key's last record says, not even with
             what was added to it since: the next record holds all of it.
         apart: Bit i: what is added to the i-th bag goes to a cell of its own, as the bag is large
@@ -54,9 +57,9 @@ class Control:
         recent: Bit i: something is in that cell.
         written: Bit i: the i-th packed cell is not what the key's last record says; the last bit
             is for all cells from there on.
-        buffered: Elements in the buffer.
+        buffered: Elements that wait.
         first_ready: When the first of them may be processed.
-        last_ready: When the last of them may be.
+        waiting: Those of them that are kept here, encoded; the others are in the buffer's cell.
         timers: (index of the author's timer family, tag) to fire time, of event-time timers.
         wall_timers: The same of processing-time timers, which the runner has too.
         carried: Outputs at or beyond the open cut.
@@ -74,7 +77,7 @@ class Control:
         "floor",
         "gated",
         "horizon",
-        "last_ready",
+        "items",
         "live",
         "open",
         "recent",
@@ -84,6 +87,7 @@ class Control:
         "touched",
         "updated",
         "values",
+        "waiting",
         "wall_timers",
         "written",
     )
@@ -101,7 +105,8 @@ class Control:
         self.touched = self.written = EVERY_CELL
         self.buffered = 0
         self.first_ready = 0
-        self.last_ready = 0
+        self.waiting: list[bytes] = []
+        self.items: dict[int, list[bytes]] = {}
         self.timers: dict[tuple[int, str], int] = {}
         self.wall_timers: dict[tuple[int, str], int] = {}
         self.carried: list[CarriedOutput] = []
@@ -127,7 +132,9 @@ class Control:
                 self.updated, self.filled, self.touched, self.recent, self.written,
                 self.apart,
             ),
-            _COUNTS.pack(len(self.timers), len(self.wall_timers), len(self.values)),
+            _COUNTS.pack(
+                len(self.timers), len(self.wall_timers), len(self.values), len(self.items)
+            ),
         ]  # fmt: skip
         for value in self.values:
             if value is None:
@@ -139,7 +146,10 @@ class Control:
                 out.append(_COUNT.pack(len(value)))
                 out.append(value)
         if self.buffered:
-            out.append(_BUFFER.pack(self.buffered, self.first_ready, self.last_ready))
+            out.append(_BUFFER.pack(self.buffered, self.first_ready))
+            _pack_items(out, 0, self.waiting)
+        for index, items in self.items.items():
+            _pack_items(out, index, items)
         for timers in (self.timers, self.wall_timers):
             for (family, tag), fire in timers.items():
                 encoded = tag.encode("utf-8", "surrogatepass")
@@ -159,7 +169,7 @@ class Control:
         if version != _VERSION:
             raise ValueError(f"control cell of version {version}, this code reads {_VERSION}")
         at = _HEAD.size
-        timers, wall_timers, cells = _COUNTS.unpack_from(data, at)
+        timers, wall_timers, cells, bags = _COUNTS.unpack_from(data, at)
         at += _COUNTS.size
         self = cls(floor, bool(flags & _LIVE), cells)
         self.saved = bool(flags & _SAVED)
@@ -181,8 +191,11 @@ class Control:
                 self.values[i] = data[at : at + length]
                 at += length
         if flags & _BUFFERED:
-            self.buffered, self.first_ready, self.last_ready = _BUFFER.unpack_from(data, at)
-            at += _BUFFER.size
+            self.buffered, self.first_ready = _BUFFER.unpack_from(data, at)
+            _, self.waiting, at = _unpack_items(data, at + _BUFFER.size)
+        for _ in range(bags):
+            index, items, at = _unpack_items(data, at)
+            self.items[index] = items
         for i in range(timers + wall_timers):
             family, length, fire = _TIMER.unpack_from(data, at)
             at += _TIMER.size
@@ -192,3 +205,25 @@ class Control:
         if at < len(data):
             self.carried.extend(SnapshotRecord.from_bytes(data[at:]).carried)
         return self
+
+
+def _pack_items(out: list[bytes], index: int, items: list[bytes]) -> None:
+    """A number, and pieces of bytes: how many, how long each is, and then all of them."""
+    lengths = list(map(len, items))
+    short = max(lengths, default=0) < 256
+    out.append(_ITEMS.pack(index, len(items), short))
+    out.append(bytes(lengths) if short else struct.pack(f"<{len(items)}I", *lengths))
+    out += items
+
+
+def _unpack_items(data: bytes, at: int) -> tuple[int, list[bytes], int]:
+    """The inverse of `_pack_items`, and where it ends."""
+    index, count, short = _ITEMS.unpack_from(data, at)
+    at += _ITEMS.size
+    lengths = data[at : at + count] if short else struct.unpack_from(f"<{count}I", data, at)
+    at += count if short else 4 * count
+    items = []
+    for length in lengths:
+        items.append(data[at : at + length])
+        at += length
+    return index, items, at

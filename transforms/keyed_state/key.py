@@ -9,6 +9,7 @@ from apache_beam.coders.coder_impl import PaneInfoCoderImpl, StreamCoderImpl
 from apache_beam.coders.coders import BigEndianShortCoder, SinglePrecisionFloatCoder
 from apache_beam.utils.timestamp import Timestamp
 
+from beam_ckpt.errors import WatermarkError
 from beam_ckpt.transforms.chunks import Chunks, chunk_name
 from beam_ckpt.transforms.keyed_state.cells import (
     BagCell,
@@ -159,7 +160,9 @@ class KeyState:
     __slots__ = (
         "_aux",
         "_aux_read",
+        "_aux_stale",
         "_buffer",
+        "_buffer_coder",
         "_buffer_taken",
         "_cell",
         "_chunks",
@@ -170,11 +173,15 @@ class KeyState:
         "_loaded",
         "_ordered_lists",
         "_overflow",
-        "_overflow_stale",
+        "_room",
         "_sorted",
         "_versions",
+        "_waiting_aside",
+        "_waiting_bytes",
+        "_waiting_read",
         "_wall_clock",
         "_woken",
+        "bag_bytes",
         "cells",
         "changed",
         "closing",
@@ -196,7 +203,11 @@ class KeyState:
         key: Any,
         window: Any,
         cell: Any,
+        known: list[bytes] | None,
         aux: Any,
+        buffer_coder: BufferCoder,
+        waiting_bytes: int,
+        bag_bytes: int,
         clock: Any,
         wall_clock: Any,
         floor: int,
@@ -209,7 +220,7 @@ class KeyState:
     ) -> None:
         self.key, self.window, self.expiry = key, window, expiry
         self._cell, self._aux, self._clock, self._wall_clock = cell, aux, clock, wall_clock
-        self._versions = list(cell.read())
+        self._versions = list(cell.read()) if known is None else known
         # The newest is the greatest: versions begin with their number.
         data = max(self._versions, default=None)
         kept: bytes | None = None
@@ -217,6 +228,8 @@ class KeyState:
             kept = data.removeprefix(SAVED)
             data = max((v for v in self._versions if not v.startswith(SAVED)), default=None)
         self._loaded = data
+        if len(self._versions) > 1:
+            _refuse_two_firsts(key, self._versions)
         #: When the clock may still fire, where that is known.
         self._fires: set[int | None] | None = None
         if data is None:
@@ -231,15 +244,22 @@ class KeyState:
         self.kept = None if self.control.restored else kept
         self.changed = self.closing = self.done = self._woken = False
         self.now, self.next_open = 0, _NEVER
-        # The buffer, once read: [(millisecond, timestamp, value, pane)] from _head on.
+        self.bag_bytes = bag_bytes
+        # The elements that wait, once read: [(millisecond, timestamp, value, pane)] from _head on.
         self._buffer: list[tuple[int, int, Any, Any]] = []
         self._head = 0
+        self._buffer_coder = buffer_coder
+        #: How many more bytes of them control takes, and how many elements are not there.
+        self._waiting_bytes = waiting_bytes
+        self._room = waiting_bytes - sum(map(len, self.control.waiting))
+        self._waiting_aside = self.control.buffered - len(self.control.waiting)
+        self._waiting_read = False
         # While a saved record is awaited, chunks of it may be there.
         self._aux_read = (
-            self.control.live and not self.control.buffered and SPILLED not in self.control.values
+            self.control.live and not self._waiting_aside and SPILLED not in self.control.values
         )
         self._chunks, self._chunks_kept = Chunks(), set[bytes]()
-        self._buffer_taken = self._overflow_stale = False
+        self._buffer_taken = self._aux_stale = False
         self._sorted = True
         self._overflow: dict[int, bytes] = {}
         self.packed: list[ReadModifyWriteCell | CombiningCell] = []
@@ -260,10 +280,10 @@ class KeyState:
                 cell = runner_cells[growing]
                 if kind == "bag":
                     new = runner_cells[recent] if recent < len(runner_cells) else None
-                    facade = BagCell(self, 1 << growing, cell, coder, new)
+                    facade = BagCell(self, growing, cell, coder, new)
                     recent += 1
                 else:
-                    facade = _GROWING[kind](self, 1 << growing, cell, coder)
+                    facade = _GROWING[kind](self, growing, cell, coder)
                 growing += 1
                 if kind == "ordered_list":
                     self._ordered_lists.append(facade)
@@ -307,30 +327,44 @@ class KeyState:
         self._read_aux()
         record = self._chunks.add(data)
         if record is not None and self._chunks_kept:
-            self._buffer_taken = True  # so that they leave the runner's cell
+            self._aux_stale = True  # so that they leave the runner's cell
         return record
 
     # ------------------------------------------------------------------ the buffer
     def buffer(self, timestamp: int, value: Any, pane: Any, ready: int) -> None:
         """Keeps an element until the watermark is seen to have reached `ready`."""
         control = self.control
-        if not control.buffered:
-            control.first_ready = control.last_ready = ready
-        elif ready < control.first_ready:
+        if not control.buffered or ready < control.first_ready:
             control.first_ready = ready
-        elif ready > control.last_ready:
-            control.last_ready = ready
         control.buffered += 1
-        self._aux.add((timestamp, value, pane))
-        if self._aux_read:
+        if self._put((timestamp, value, pane)):
             self._buffer.append((timestamp // 1000, timestamp, value, pane))
             self._sorted = False
+
+    def _put(self, item: tuple[int, Any, Any]) -> bool:
+        """Adds an element to those that wait; whether those beside which it is have been read."""
+        if self._room > 0:
+            data = self._buffer_coder.encode(item)
+            self._room -= len(data)
+            if self._room >= 0:
+                self.control.waiting.append(data)
+                return self._waiting_read
+        self._waiting_aside += 1
+        self._aux.add(item)
+        return self._aux_read
 
     def peek(self, tie_coder: Any) -> tuple[int, int, Any, Any] | None:
         """The first element in the buffer, if any; ties within a millisecond by `tie_coder`."""
         if not self.control.buffered:
             return None
-        self._read_aux()
+        if not self._waiting_read:
+            self._waiting_read, self._sorted = True, False
+            decode = self._buffer_coder.decode
+            for data in self.control.waiting:
+                timestamp, value, pane = decode(data)
+                self._buffer.append((timestamp // 1000, timestamp, value, pane))
+            if self._waiting_aside:
+                self._read_aux()
         if not self._sorted:
             waiting = self._buffer[self._head :]
             waiting.sort(key=lambda item: item[0])
@@ -392,21 +426,13 @@ class KeyState:
             ordered_list.flush()
         if self.packed:
             self.pack_values()
-        for chunk in self._chunks:
-            if chunk_name(chunk) not in self._chunks_kept:
-                self._aux.add(Chunk(chunk))
-        if self._buffer_taken or self._overflow_stale:
-            self._read_aux()
-            self._aux.clear()
-            for _, *item in self._buffer[self._head :]:
-                self._aux.add(tuple(item))
-            for index, data in self._overflow.items():
-                self._aux.add(Overflow(index, data))
+        self._write_back_buffer()
         if (
             control.open is None
             and not control.timers
             and not control.buffered
             and not control.filled
+            and not control.items
             and not control.saved
             and not control.carried
             and not control.wall_timers
@@ -418,6 +444,23 @@ class KeyState:
                 self._cell.clear()
             return
         self._write(control.pack(), woken)
+
+    def _write_back_buffer(self) -> None:
+        """Brings what waits, and what has a cell with it, up to what was taken and changed."""
+        stale = self._aux_stale or (self._buffer_taken and self._waiting_aside > 0)
+        if stale:
+            self._read_aux()
+            self._aux.clear()
+            for index, data in self._overflow.items():
+                self._aux.add(Overflow(index, data))
+        for chunk in self._chunks:
+            if stale or chunk_name(chunk) not in self._chunks_kept:
+                self._aux.add(Chunk(chunk))
+        if stale or self._buffer_taken:
+            if self._waiting_read:
+                self.control.waiting, self._room = [], self._waiting_bytes
+            for _, *item in self._buffer[self._head :]:
+                self._put(tuple(item))
 
     def _write(self, packed: bytes, woken: bool) -> None:
         """Adds a version of the control to its bag, and now and then clears the older ones.
@@ -446,12 +489,12 @@ class KeyState:
             if isinstance(value, bytes) and len(value) > SPILL_BYTES:
                 if before is SPILLED and self.spilled(index) == value:
                     continue
-                self._overflow_stale = True
+                self._aux_stale = True
                 self._read_aux()
                 self._overflow[index] = value
                 value = SPILLED
             elif before is SPILLED:
-                self._overflow_stale = True
+                self._aux_stale = True
                 self._read_aux()
                 self._overflow.pop(index, None)
             elif value == before:
@@ -485,28 +528,27 @@ class KeyState:
         """Sets the clock at the earliest thing that this key waits for.
 
         With `two_clocks` (bounded input, whose watermark comes in one step) a second clock is set
-        at the last such thing: when it fires all of them are known to be due, and one wake-up does
-        the work of many. The first still holds the output watermark.
+        at the end of the run if there is more than that: when it fires, all that is waited for and
+        all that follows from it is known to be due, and one wake-up does the work of many. The
+        first still holds the output watermark.
         """
         control = self.control
         cut = self.next_cut(epochs)
         first: int | None = None if cut is None else cut[1]
-        last = first
+        more = control.buffered > 0
         for fire in control.timers.values():
             due = epochs.timer_due(min(fire, self.expiry))
             if due is not None:
+                more = more or (first is not None and due != first)
                 first = due if first is None or due < first else first
-                last = due if last is None or due > last else last
-        if control.buffered:
-            if first is None or control.first_ready < first:
-                first = control.first_ready
-            if last is None or control.last_ready > last:
-                last = control.last_ready
+        if control.buffered and (first is None or control.first_ready < first):
+            first = control.first_ready
         if control.gated or (first is not None and first < GATE):
             first = GATE
         horizon = None
-        if two_clocks and first is not None and last is not None and last > first:
-            horizon = last
+        if two_clocks and more and first is not None:
+            end = min(epochs.last, self.expiry)
+            horizon = end if end > first else None
         elif control.open is not None and (watches_end or control.horizon == DRAINED):
             horizon = DRAINED
         control.armed = self._set("", first, control.armed)
@@ -534,6 +576,16 @@ class KeyState:
         if fired >= GATE:
             control.live = True
             control.gated = False
+
+
+def _refuse_two_firsts(key: Any, versions: list[bytes]) -> None:
+    """Two bundles were each the first for a key, where only one can have been: state is lost."""
+    if sum(version.startswith(_FIRST) for version in versions) > 1:
+        raise WatermarkError(
+            f"the runner gave elements of the key {key!r} in two bundles that each found no state "
+            "of it, so that one has not seen what the other did. Nothing of this run counts. What "
+            "to do: run again from the checkpoint, on another runner if this one does it again."
+        )
 
 
 _GROWING: dict[str, Any] = {"set": SetCell, "ordered_list": OrderedListCell}

@@ -38,7 +38,13 @@ from beam_ckpt.transforms.graph import NO_EVENT_TIME
 from beam_ckpt.transforms.keyed_state.cells import BagCell
 from beam_ckpt.transforms.keyed_state.clock import BEFORE_ALL, DRAINED, MS, NO_EXPIRY, Epochs
 from beam_ckpt.transforms.keyed_state.control import EVERY_CELL, Control
-from beam_ckpt.transforms.keyed_state.key import SAVED, SPILL_BYTES, KeyState, is_small
+from beam_ckpt.transforms.keyed_state.key import (
+    SAVED,
+    SPILL_BYTES,
+    BufferCoder,
+    KeyState,
+    is_small,
+)
 from beam_ckpt.transforms.metrics import counter
 from beam_ckpt.transforms.signature import Call, Signature, TimerDomain
 from beam_ckpt.transforms.snapshot import REPLACE, CarriedOutput, SavedTimer, SnapshotRecord
@@ -46,6 +52,7 @@ from beam_ckpt.transforms.snapshot import REPLACE, CarriedOutput, SavedTimer, Sn
 __all__ = [
     "DRAIN",
     "SNAPSHOTS",
+    "WAITING_BYTES",
     "KeyedOperator",
     "OperatorConfig",
     "needs_buffer",
@@ -61,8 +68,11 @@ DRAIN = -1
 _EVENTS_PER_WAKE = 10_000
 
 
-#: Encoded, in bytes: what a bag may have to be written whole when something is added.
+#: Encoded, in bytes: what a bag may have to be kept in the control cell, and to be written whole
+#: when something is added.
 BAG_BYTES = 256
+#: Encoded, in bytes: what the elements of a key that wait may have to be kept in the control cell.
+WAITING_BYTES = 2048
 
 
 @dataclass(frozen=True)
@@ -82,9 +92,10 @@ class OperatorConfig:
         late: What becomes of elements below the boundary: ``"drop"`` or ``"reprocess"``.
         marks_drained: Whether the end of the input is the drain of a stream, to be told.
         fires_once: Whether the runner fires a timer at most once for each time that it was set.
-        restores_unread: Whether a saved record that nothing is due of may stay unread until its key
-            is touched: where all of a bounded input is in one bundle, so that no element can have
-            come before it unseen.
+        one_bundle: Whether all of the input is in one bundle, the first there is, so that a key
+            that is new in it has nothing at the runner: its cell is not read, but only added to,
+            which costs the SDK's state cache nothing. And a saved record that nothing is due of
+            stays unread until its key is touched.
         fast_state_cache: Whether to correct how Beam's state cache measures, if that can be.
         saved: The saved records by key, for an operator whose elements cannot wait for theirs.
         on_missing: What becomes of saved timers whose family the DoFn has no more: ``"error"`` or
@@ -96,7 +107,9 @@ class OperatorConfig:
         time_sorted: Whether elements are given in event-time order per key.
         bounded: Whether the input is bounded.
         chunk_bytes: Records of more bytes leave in chunks.
-        bag_bytes: A bag whose items have more bytes is not written again when some are added.
+        bag_bytes: A bag whose items have more bytes has a cell of its own, and is not written again
+            when some are added.
+        waiting_bytes: Elements that wait are in a cell of their own when they have more bytes.
     """
 
     uid: str
@@ -119,8 +132,9 @@ class OperatorConfig:
     marks_drained: bool = False
     chunk_bytes: int = CHUNK_BYTES
     bag_bytes: int = BAG_BYTES
+    waiting_bytes: int = WAITING_BYTES
     fires_once: bool = False
-    restores_unread: bool = False
+    one_bundle: bool = False
     fast_state_cache: bool = False
     saved: SavedRecords | None = None
 
@@ -170,7 +184,12 @@ class KeyedOperator:
             self._floor = BEFORE_ALL
         self._always_ready = _never_waits(config)
         self._buffers = needs_buffer(signature, config)
-        self._keeps_unread = config.restores_unread and not config.rewrite and config.saved is None
+        self._buffer_coder = BufferCoder(config.value_coder)
+        self._keeps_unread = config.one_bundle and not config.rewrite and config.saved is None
+        # Until the bundle of the elements is over; in a later one, if there is any, cells are read.
+        self._nothing_before = config.one_bundle
+        # Records that this bundle has left to the first touch of their keys.
+        self._unread: dict[Any, bytes] = {}
         self._drops_replayed = config.late == "drop"
         # Below it is what a cut in event time has applied, or cannot date at all.
         self._dated_from = self._boundary
@@ -194,6 +213,8 @@ class KeyedOperator:
         self._windows, self._aligned = config.windows, config.aligned
         self._sorted = config.time_sorted
         self._has_wall_timers = "processing" in signature.domains
+        # At the last boundary of a bounded run a key is done.
+        self._ends = config.bounded and not self._has_wall_timers
         self._marks_drained = config.marks_drained and not config.windows
         # Of this bundle: whether the stream has ended, and the cuts that were made.
         self._ended = False
@@ -226,7 +247,7 @@ class KeyedOperator:
 
     def start_bundle(self) -> None:
         """Forgets the keys of the bundle before."""
-        self._keys = {}
+        self._keys, self._unread = {}, {}
         self._ended, self._cut = False, set()
         if self._contexts:
             self._bundle_contexts = self._enter(beam.DoFn.BundleContextParam)
@@ -245,7 +266,9 @@ class KeyedOperator:
                 if opened is not None:
                     watched.add(opened)
             state.flush(epochs, two_clocks, watches_end, self._config.fires_once)
-        self._keys = {}
+        if self._keys or self._unread:
+            self._nothing_before = False
+        self._keys, self._unread = {}, {}
         if self._contexts:
             self._exit(self._bundle_contexts)
 
@@ -291,9 +314,11 @@ class KeyedOperator:
                 "another hashable type."
             ) from error
         if state is None:
-            if self._keeps_unread and type(value) is Restored and self._keep(value, runners[0]):
+            unread = self._keeps_unread and type(value) is Restored
+            if unread and self._keep(slot, value.record, runners[0]):
                 return ()
-            state = self._load(slot, key, windowed.windows[0], runners, self._buffers)
+            known = self._known(slot) if self._nothing_before else None
+            state = self._load(slot, key, windowed.windows[0], runners, self._buffers, known)
             if state.kept is not None:
                 first = list(self._restore_kept(state))
                 return chain(first, self.process(element, windowed, runners))
@@ -369,7 +394,8 @@ class KeyedOperator:
             return ()
         state = self._keys.get(slot)
         if state is None:
-            state = self._load(slot, key, window, runners)
+            known = self._known(slot) if self._nothing_before else None
+            state = self._load(slot, key, window, runners, known=known)
         if state.control.live:
             return ()
         record = saved.find(key, window)
@@ -379,8 +405,19 @@ class KeyedOperator:
         state.control.gated = True
         return list(self._restore(state, Restored(record)))
 
+    def _known(self, slot: Any) -> list[bytes]:
+        """What a key that an element is the first to touch has at the runner, if all is known."""
+        kept = self._unread.pop(slot, None)
+        return [] if kept is None else [kept]
+
     def _load(
-        self, slot: Any, key: Any, window: Any, runners: Sequence[Any], buffers: bool = True
+        self,
+        slot: Any,
+        key: Any,
+        window: Any,
+        runners: Sequence[Any],
+        buffers: bool = True,
+        known: list[bytes] | None = None,
     ) -> KeyState:
         config = self._config
         control, *cells = runners
@@ -395,7 +432,11 @@ class KeyedOperator:
             key,
             window,
             control,
+            known,
             buffer,
+            self._buffer_coder,
+            config.waiting_bytes,
+            config.bag_bytes,
             clock,
             wall_clock,
             self._floor,
@@ -603,6 +644,8 @@ class KeyedOperator:
                 state.take(self._ready)
                 yield from self._feed(state, reached, element)
             else:
+                if floor >= self._config.epochs.last and self._ends and not memory.buffered:
+                    state.done = True
                 return
             state.settle()
         # More is due. The clock, set in its past, brings it at once; `floor` may only fall.
@@ -672,7 +715,7 @@ class KeyedOperator:
             self._cut.add(boundary)
         if boundary == config.epochs.last:
             memory.closed = self._has_wall_timers
-            state.done = config.bounded and not memory.closed
+            state.done = self._ends
         patch: bytes | None = None
         if boundary <= state.expiry:
             state.pack_values()
@@ -681,7 +724,7 @@ class KeyedOperator:
             cells = tuple(value for _, value in saved)
             patch = bytes(code for code, _ in saved)
             timers = tuple(self._saved_timers(memory))
-            empty = not memory.filled and all(value is None for value in memory.values)
+            empty = not (memory.filled or memory.items or any(v is not None for v in memory.values))
         else:
             # By then the window is over, and its state is gone.
             cells, timers = tuple(cell.nothing for cell in state.cells), ()
@@ -696,7 +739,7 @@ class KeyedOperator:
         if self._saves_again and not deleted and patch is not None:
             for cell, (code, values) in zip(state.cells, saved, strict=True):
                 if type(cell) is BagCell and code == REPLACE:
-                    cell.set_apart(values, config.bag_bytes)
+                    cell.set_apart(values)
         key = config.key_coder.encode(state.key)
         record = SnapshotRecord(
             key,
@@ -729,16 +772,18 @@ class KeyedOperator:
             for (family, tag), fire in sorted(timers.items()):
                 yield SavedTimer(families[family], tag, domain, fire, None)
 
-    def _keep(self, restored: Restored, control: Any) -> bool:
+    def _keep(self, slot: Any, data: bytes, control: Any) -> bool:
         """Leaves a record to the first touch of its key, if nothing is due before; whether so.
 
         Adding to a bag that was not read costs next to nothing, and most keys of a large state are
         touched by no element of the run.
         """
-        data = restored.record
         if is_chunk(data) or len(data) > SPILL_BYTES or data[1]:
             return False  # flags: timers, carried outputs, or what has to be refused
-        control.add(SAVED + data)
+        kept = SAVED + data
+        control.add(kept)
+        if self._nothing_before:
+            self._unread[slot] = kept
         self._restored.inc()
         return True
 
@@ -783,7 +828,7 @@ class KeyedOperator:
         if not config.rewrite:
             for cell, saved in zip(state.cells, record.cells, strict=True):
                 if type(cell) is BagCell and isinstance(saved, tuple):
-                    cell.set_apart(saved, config.bag_bytes)
+                    cell.set_apart(saved)
         memory.updated = record.updated
         if memory.buffered:
             # They waited for this record; `_advance` sees what else they wait for.
