@@ -191,6 +191,7 @@ class FaultProxy:
         self._rules: list[_Rule] = []
         self._schedule: _Schedule | None = None
         self._seen: list[SeenRequest] = []
+        self._returned = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._late: set[asyncio.Task[None]] = set()
@@ -208,6 +209,12 @@ class FaultProxy:
         """All requests since the last `reset`, in the order of their arrival."""
         with self._lock:
             return list(self._seen)
+
+    @property
+    def bytes_returned(self) -> int:
+        """Bytes of the bodies that were returned whole since the last `reset`."""
+        with self._lock:
+            return self._returned
 
     def counts(self) -> Mapping[str, int]:
         """How many requests of each `RequestKind` came since the last `reset`."""
@@ -259,6 +266,7 @@ class FaultProxy:
             self._rules.clear()
             self._schedule = None
             self._seen.clear()
+            self._returned = 0
 
     def __enter__(self) -> FaultProxy:
         self._thread.start()
@@ -356,6 +364,8 @@ class FaultProxy:
         if request.method == "HEAD":
             # The length is that of the body that a GET would have.
             return web.Response(status=status, headers=headers)
+        with self._lock:
+            self._returned += len(answer)
         return web.Response(status=status, body=answer, headers=_without_length(headers))
 
     async def _forward_late(self, request: web.Request, body: bytes, seconds: float) -> None:

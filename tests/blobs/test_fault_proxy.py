@@ -40,6 +40,11 @@ def test_without_faults_all_goes_through(
     assert fetch(proxy, gcs_bucket, "a") == direct.get("a")[0] == b"hello"
     assert proxy.counts() == {"write": 1, "read": 1}
     assert [r.fault for r in proxy.requests] == [None, None]
+    before = proxy.bytes_returned
+    assert fetch(proxy, gcs_bucket, "a") == b"hello"
+    assert proxy.bytes_returned == before + 5
+    proxy.reset()
+    assert proxy.bytes_returned == 0
 
 
 @pytest.mark.parametrize(
