@@ -76,6 +76,7 @@ app = typer.Typer(
     name="beam-ckpt",
     help="Look at the checkpoints of a store and maintain them. Nothing is unpickled unasked.",
     epilog="Exit status: 0 done, 1 damaged or refused, 2 usage, 3 not found, 4 storage failed.",
+    rich_markup_mode="markdown",
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -224,6 +224,8 @@ def sql(
     try:
         for uid, view in tables.items():
             connection.register(uid, view)
+        if not connection.extract_statements(query):
+            raise typer.BadParameter("there is no statement in it")
         relation = connection.sql(query)
         if relation is None:  # a statement without a result
             return

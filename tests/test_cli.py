@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -478,3 +479,14 @@ def test_the_installed_command_runs(root: Path) -> None:
     help_text = subprocess.run([command, "--help"], capture_output=True, text=True, check=True)
     for name in ("ls", "show", "validate", "state", "Exit status"):
         assert name in help_text.stdout
+
+
+@pytest.mark.parametrize("info", cli.app.registered_commands, ids=lambda i: i.callback.__name__)
+def test_help_says_what_the_docstring_says(info: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """A word in brackets is no markup, and a line of the source is no line of its own."""
+    assert info.callback is not None
+    name = info.name or info.callback.__name__.replace("_", "-")
+    assert beam_ckpt(name, "--help") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for paragraph in (info.callback.__doc__ or "").split("\n\n"):
+        assert " ".join(paragraph.replace("`", "").split()) in printed

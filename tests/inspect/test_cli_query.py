@@ -171,7 +171,11 @@ def test_a_statement_without_a_result_is_no_error(
 def test_a_bad_query_is_wrong_usage_and_says_what_duckdb_says(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for query, word in (("SELEC 1", "Parser Error"), ("SELECT * FROM total", "totals")):
+    for query, word in (
+        ("SELEC 1", "Parser Error"), ("SELECT * FROM total", "totals"),
+        ("SELECT totl FROM totals", "total"), ("", "no statement"),
+        (" ; -- nothing", "no statement"),
+    ):  # fmt: skip
         assert beam_ckpt("sql", root, query) == 2
         captured = capsys.readouterr()
         assert word in captured.err
