@@ -16,6 +16,8 @@ __all__ = ["as_json", "plain_rows", "plain_value", "shown"]
 _BYTES_SHOWN = 16
 _CHARACTERS_SHOWN = 200
 _ITEMS_SHOWN = 20
+# Of a cell in all: lists may be in lists.
+_SHOWN = 2_000
 
 
 def plain_rows(table: pa.Table | pa.RecordBatch) -> Iterator[dict[str, object]]:
@@ -66,11 +68,15 @@ def shown(value: object) -> Text:
     if isinstance(value, list):
         items = [shown(item).plain for item in value[:_ITEMS_SHOWN]]
         more = [f"... ({len(value)} items)"] if len(value) > _ITEMS_SHOWN else []
-        return Text(", ".join(items + more))
+        return Text(_cut(", ".join(items + more)))
     if isinstance(value, dict):
         parts = (f"{name} {shown(item).plain}" for name, item in value.items() if item is not None)
-        return Text(f"({', '.join(parts)})")
+        return Text(_cut(f"({', '.join(parts)})"))
     return Text(as_json(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _time(scalar: pa.Scalar) -> str | None:

@@ -384,6 +384,14 @@ def test_what_is_long_is_cut_short_on_a_terminal() -> None:
     assert len(str(_rows.shown({"a": ["y" * 500] * 50}))) < 6_000
 
 
+def test_what_is_long_within_what_is_long_is_cut_short_as_well() -> None:
+    deep: object = "x" * 150
+    for _ in range(3):
+        deep = [deep] * 30
+    for value in (deep, {"a": deep, "b": deep}, {f"field {i}": "x" * 150 for i in range(100)}):
+        assert len(_rows.shown(value).plain) < 2_100
+
+
 def test_validate_says_ok(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert beam_ckpt("validate", root) == 0
     assert capsys.readouterr().out.splitlines() == ["1: ok", "2: ok"]
