@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pyarrow as pa
+from rich.markup import escape
+from rich.table import Column, Table
 from rich.text import Text
 
 from beam_ckpt._terminal import event_time, printable
 
-__all__ = ["as_json", "plain_rows", "plain_value", "shown"]
+__all__ = ["as_json", "plain_rows", "plain_value", "shown", "table_of"]
 
 _BYTES_SHOWN = 16
 _CHARACTERS_SHOWN = 200
@@ -73,6 +75,15 @@ def shown(value: object) -> Text:
         parts = (f"{name} {shown(item).plain}" for name, item in value.items() if item is not None)
         return Text(_cut(f"({', '.join(parts)})"))
     return Text(as_json(value))
+
+
+def table_of(columns: Iterable[str]) -> Table:
+    """Returns a table for a terminal, without rows.
+
+    What is too wide for the terminal is folded, not cut short: half a time is none.
+    """
+    names = (escape(printable(column.removeprefix("_"))) for column in columns)
+    return Table(*(Column(name, overflow="fold") for name in names))
 
 
 def _cut(text: str) -> str:

@@ -45,6 +45,7 @@ from beam_ckpt._rows import as_json as _json
 from beam_ckpt._rows import plain_rows as _plain
 from beam_ckpt._rows import plain_value as _value
 from beam_ckpt._rows import shown as _text
+from beam_ckpt._rows import table_of
 from beam_ckpt._terminal import (
     DAMAGED,
     OK,
@@ -120,7 +121,7 @@ def ls(store: StoreArgument, as_json: Json = False) -> None:
     if as_json:
         print_json(rows)
         return
-    table = Table("id", "epoch", "phase", "boundary", "taken", "operators", "size", "")
+    table = table_of(("id", "epoch", "phase", "boundary", "taken", "operators", "size", ""))
     for row in rows:
         table.add_row(
             str(row["id"]),
@@ -195,14 +196,14 @@ def show(
             f"{_size(row['bytes'])}" + (", time-sorted" if row["time_sorted"] else ""),
             markup=False,
         )
-        cells = Table("cell", "kind", "coder")
+        cells = table_of(("cell", "kind", "coder"))
         for cell in _objects(row["cells"]):
             cells.add_row(*(_text(cell[name]) for name in ("name", "kind", "coder")))
         if cells.rows:
             console.print(cells)
     for uid, source in manifest.source_offsets.items():
         console.print(f"\nsource {uid} ({source.source_type})", markup=False, style="bold")
-        offsets = Table("partition", "read from")
+        offsets = table_of(("partition", "read from"))
         for partition, offset in list(source.offsets.items())[:_PARTITIONS]:
             offsets.add_row(Text(partition), Text(offset))
         if offsets.rows:
@@ -297,7 +298,7 @@ def state(
     if not rows:
         console.print("no such key" if key is not None else "no state")
         return
-    shown = Table(*(name.removeprefix("_") for name in columns))
+    shown = table_of(columns)
     for row in rows:
         shown.add_row(*(_text(row[name]) for name in columns))
     console.print(shown)

@@ -38,15 +38,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Column, Table
 from rich.text import Text
 
 from beam_ckpt import inspect
 from beam_ckpt._keys import encode_key, parse_key
 from beam_ckpt._rows import as_json as to_json
-from beam_ckpt._rows import plain_rows, shown
-from beam_ckpt._terminal import Json, StoreArgument, print_json, printable
+from beam_ckpt._rows import plain_rows, shown, table_of
+from beam_ckpt._terminal import Json, StoreArgument, print_json
 from beam_ckpt.inspect._duckdb import StateView, views
 from beam_ckpt.inspect._readable import WINDOW_TIMES, Reading, Untyped
 from beam_ckpt.inspect._schemas import Schema, decoders, schemas_in
@@ -185,9 +183,7 @@ def diff(
         console.print(", ".join(f"{count} {name}" for name, count in counts.items()))
         cells = [n for n in found.column_names if n not in _NOT_SHOWN]
         windows = [name for name in WINDOW_TIMES if name in found.column_names]
-        table = Table(*(Column(n, no_wrap=True) for n in ("change", "key")))
-        for name in (*windows, *cells):
-            table.add_column(_heading(name))
+        table = table_of(("change", "key", *windows, *cells))
         for row in islice(plain_rows(found), limit or None):
             both = (row[name] for name in cells)
             which = (shown(row[name]) for name in ("change", "key", *windows))
@@ -352,15 +348,11 @@ def _show(
     if not rows:
         console.print(nothing)
         return
-    out = Table(*map(_heading, table.column_names))
+    out = table_of(table.column_names)
     for row in islice(plain_rows(table), limit or None):
-        out.add_row(*map(shown, row.values()))
+        out.add_row(*(shown(_brief(value)) for value in row.values()))
     console.print(out)
     _say_more(rows, limit)
-
-
-def _heading(column: str) -> str:
-    return escape(printable(column.removeprefix("_")))
 
 
 def _say_more(rows: int, limit: int) -> None:

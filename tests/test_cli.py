@@ -392,6 +392,12 @@ def test_what_is_long_within_what_is_long_is_cut_short_as_well() -> None:
         assert len(_rows.shown(value).plain) < 2_100
 
 
+def test_a_heading_is_text_whatever_a_cell_is_called() -> None:
+    headings = [c.header for c in _rows.table_of(["_updated", "[red]x[/red]", "a\x1b[2J"]).columns]
+    assert headings[:2] == ["updated", r"\[red]x\[/red]"]
+    assert "\x1b" not in str(headings[2])
+
+
 def test_validate_says_ok(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert beam_ckpt("validate", root) == 0
     assert capsys.readouterr().out.splitlines() == ["1: ok", "2: ok"]

@@ -200,6 +200,20 @@ def test_without_duckdb_it_says_how_to_get_it(
         inspect.duckdb(root)
 
 
+def test_on_a_narrow_terminal_values_are_folded_and_not_cut(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    for command in (
+        ("state", root, "totals"), ("history", root, "totals", "ada"), ("timers", root, "totals"),
+        ("diff", root, 1, 3), ("sql", root, "SELECT * FROM totals"),
+    ):  # fmt: skip
+        assert beam_ckpt(*command) == 0
+        out = capsys.readouterr().out
+        assert "…" not in out, command
+        assert len(max(out.splitlines(), key=len)) <= 60, command
+
+
 # --- export -----------------------------------------------------------------------------------
 
 
