@@ -258,13 +258,14 @@ class KeyState:
         self._aux_read = (
             self.control.live and not self._waiting_aside and SPILLED not in self.control.values
         )
-        self._chunks, self._chunks_kept = Chunks(), set[bytes]()
+        self._chunks: Chunks | None = None
+        self._chunks_kept: set[bytes] | None = None
         self._buffer_taken = self._aux_stale = False
         self._sorted = True
         self._overflow: dict[int, bytes] = {}
         self.packed: list[ReadModifyWriteCell | CombiningCell] = []
         self.cells: list[Any] = []
-        self._ordered_lists: list[OrderedListCell] = []
+        self._ordered_lists: tuple[OrderedListCell, ...] = ()
         # The runner's cells are those of bags and sets, then those for what is new in each bag.
         growing, recent = 0, len(cells) - packed
         for cell_ in cells:
@@ -286,7 +287,7 @@ class KeyState:
                     facade = _GROWING[kind](self, growing, cell, coder)
                 growing += 1
                 if kind == "ordered_list":
-                    self._ordered_lists.append(facade)
+                    self._ordered_lists += (facade,)
             self.cells.append(facade)
         self.timers = [
             (TimerCell if domain == "event" else WallTimerCell)(self, i)
@@ -294,6 +295,16 @@ class KeyState:
         ]
         #: Arguments of the author's methods that do not change within the bundle, by method.
         self.kwargs: dict[str, dict[str, Any]] = {}
+
+    def release(self) -> None:
+        """After the bundle: so that neither this nor the cells wait for the garbage collector.
+
+        They refer to each other, and where each bundle leaves some thousands of them it is the
+        collector, which goes through all that a worker holds, that costs most.
+        """
+        self.cells, self.packed, self.timers = [], [], []
+        self._ordered_lists = ()
+        self.kwargs = {}
 
     # ------------------------------------------------------------------ the author's changes
     def settle(self) -> None:
@@ -325,6 +336,8 @@ class KeyState:
     def chunk(self, data: bytes) -> bytes | None:
         """Takes a chunk of the saved record; returns the record once all of them have come."""
         self._read_aux()
+        if self._chunks is None:
+            self._chunks = Chunks()
         record = self._chunks.add(data)
         if record is not None and self._chunks_kept:
             self._aux_stale = True  # so that they leave the runner's cell
@@ -389,6 +402,10 @@ class KeyState:
             if type(item) is Overflow:
                 self._overflow[item.index] = item.data
             elif type(item) is Chunk:
+                if self._chunks is None:
+                    self._chunks = Chunks()
+                if self._chunks_kept is None:
+                    self._chunks_kept = set()
                 self._chunks.add(item.data)
                 self._chunks_kept.add(chunk_name(item.data))
             else:
@@ -453,8 +470,8 @@ class KeyState:
             self._aux.clear()
             for index, data in self._overflow.items():
                 self._aux.add(Overflow(index, data))
-        for chunk in self._chunks:
-            if stale or chunk_name(chunk) not in self._chunks_kept:
+        for chunk in self._chunks or ():
+            if stale or chunk_name(chunk) not in (self._chunks_kept or ()):
                 self._aux.add(Chunk(chunk))
         if stale or self._buffer_taken:
             if self._waiting_read:

@@ -266,6 +266,7 @@ class KeyedOperator:
                 if opened is not None:
                     watched.add(opened)
             state.flush(epochs, two_clocks, watches_end, self._config.fires_once)
+            state.release()
         if self._keys or self._unread:
             self._nothing_before = False
         self._keys, self._unread = {}, {}
