@@ -8,6 +8,7 @@ so one cell of plain bytes is the cheapest state that a key can have.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 from beam_ckpt.transforms.snapshot import CarriedOutput, SnapshotRecord
 
@@ -105,12 +106,18 @@ class Control:
         self.touched = self.written = EVERY_CELL
         self.buffered = 0
         self.first_ready = 0
-        self.waiting: list[bytes] = []
+        self.waiting: Sequence[bytes] = ()
         self.items: dict[int, list[bytes]] = {}
         self.timers: dict[tuple[int, str], int] = {}
         self.wall_timers: dict[tuple[int, str], int] = {}
-        self.carried: list[CarriedOutput] = []
+        self.carried: Sequence[CarriedOutput] = ()
         self.values: list[bytes | object | None] = [None] * packed_cells
+
+    def carry(self, output: CarriedOutput) -> None:
+        """Adds to what is carried."""
+        if not isinstance(self.carried, list):
+            self.carried = list(self.carried)
+        self.carried.append(output)
 
     def pack(self) -> bytes:
         """These fields as bytes; `unpack` is the inverse."""
@@ -203,11 +210,11 @@ class Control:
             at += length
             (self.timers if i < timers else self.wall_timers)[(family, tag)] = fire
         if at < len(data):
-            self.carried.extend(SnapshotRecord.from_bytes(data[at:]).carried)
+            self.carried = SnapshotRecord.from_bytes(data[at:]).carried
         return self
 
 
-def _pack_items(out: list[bytes], index: int, items: list[bytes]) -> None:
+def _pack_items(out: list[bytes], index: int, items: Sequence[bytes]) -> None:
     """A number, and pieces of bytes: how many, how long each is, and then all of them."""
     lengths = list(map(len, items))
     short = max(lengths, default=0) < 256

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from apache_beam.coders import coders
@@ -220,16 +221,17 @@ class KeyState:
     ) -> None:
         self.key, self.window, self.expiry = key, window, expiry
         self._cell, self._aux, self._clock, self._wall_clock = cell, aux, clock, wall_clock
-        self._versions = list(cell.read()) if known is None else known
+        versions = list(cell.read()) if known is None else known
+        self._versions = len(versions)
         # The newest is the greatest: versions begin with their number.
-        data = max(self._versions, default=None)
+        data = max(versions, default=None)
         kept: bytes | None = None
         if data is not None and data.startswith(SAVED):
             kept = data.removeprefix(SAVED)
-            data = max((v for v in self._versions if not v.startswith(SAVED)), default=None)
+            data = max((v for v in versions if not v.startswith(SAVED)), default=None)
         self._loaded = data
-        if len(self._versions) > 1:
-            _refuse_two_firsts(key, self._versions)
+        if len(versions) > 1:
+            _refuse_two_firsts(key, versions)
         #: When the clock may still fire, where that is known.
         self._fires: set[int | None] | None = None
         if data is None:
@@ -245,8 +247,9 @@ class KeyState:
         self.changed = self.closing = self.done = self._woken = False
         self.now, self.next_open = 0, _NEVER
         self.bag_bytes = bag_bytes
-        # The elements that wait, once read: [(millisecond, timestamp, value, pane)] from _head on.
-        self._buffer: list[tuple[int, int, Any, Any]] = []
+        # Most keys need few of the lists below in a bundle, and none of those that are empty costs
+        # one. The elements that wait, once read: (millisecond, timestamp, value, pane) from _head.
+        self._buffer: Sequence[tuple[int, int, Any, Any]] = ()
         self._head = 0
         self._buffer_coder = buffer_coder
         #: How many more bytes of them control takes, and how many elements are not there.
@@ -289,10 +292,12 @@ class KeyState:
                 if kind == "ordered_list":
                     self._ordered_lists += (facade,)
             self.cells.append(facade)
-        self.timers = [
-            (TimerCell if domain == "event" else WallTimerCell)(self, i)
-            for i, domain in enumerate(timers)
-        ]
+        self.timers: Sequence[TimerCell | WallTimerCell] = ()
+        if timers:
+            self.timers = [
+                (TimerCell if domain == "event" else WallTimerCell)(self, i)
+                for i, domain in enumerate(timers)
+            ]
         #: Arguments of the author's methods that do not change within the bundle, by method.
         self.kwargs: dict[str, dict[str, Any]] = {}
 
@@ -302,7 +307,7 @@ class KeyState:
         They refer to each other, and where each bundle leaves some thousands of them it is the
         collector, which goes through all that a worker holds, that costs most.
         """
-        self.cells, self.packed, self.timers = [], [], []
+        self.cells, self.packed, self.timers = [], [], ()
         self._ordered_lists = ()
         self.kwargs = {}
 
@@ -351,8 +356,14 @@ class KeyState:
             control.first_ready = ready
         control.buffered += 1
         if self._put((timestamp, value, pane)):
-            self._buffer.append((timestamp // 1000, timestamp, value, pane))
-            self._sorted = False
+            self._read(timestamp, value, pane)
+
+    def _read(self, timestamp: int, value: Any, pane: Any) -> None:
+        """Takes an element that waits into memory."""
+        if not isinstance(self._buffer, list):
+            self._buffer = []
+        self._buffer.append((timestamp // 1000, timestamp, value, pane))
+        self._sorted = False
 
     def _put(self, item: tuple[int, Any, Any]) -> bool:
         """Adds an element to those that wait; whether those beside which it is have been read."""
@@ -360,7 +371,10 @@ class KeyState:
             data = self._buffer_coder.encode(item)
             self._room -= len(data)
             if self._room >= 0:
-                self.control.waiting.append(data)
+                waiting = self.control.waiting
+                if not isinstance(waiting, list):
+                    waiting = self.control.waiting = []
+                waiting.append(data)
                 return self._waiting_read
         self._waiting_aside += 1
         self._aux.add(item)
@@ -371,15 +385,14 @@ class KeyState:
         if not self.control.buffered:
             return None
         if not self._waiting_read:
-            self._waiting_read, self._sorted = True, False
+            self._waiting_read = True
             decode = self._buffer_coder.decode
             for data in self.control.waiting:
-                timestamp, value, pane = decode(data)
-                self._buffer.append((timestamp // 1000, timestamp, value, pane))
+                self._read(*decode(data))
             if self._waiting_aside:
                 self._read_aux()
         if not self._sorted:
-            waiting = self._buffer[self._head :]
+            waiting = list(self._buffer[self._head :])
             waiting.sort(key=lambda item: item[0])
             if tie_coder is not None:
                 _order_ties(waiting, tie_coder.encode)
@@ -409,9 +422,8 @@ class KeyState:
                 self._chunks.add(item.data)
                 self._chunks_kept.add(chunk_name(item.data))
             else:
-                self._buffer.append((item[0] // 1000, *item))
+                self._read(*item)
         self._aux_read = True
-        self._sorted = False
 
     # ------------------------------------------------------------------ the end of the bundle
     def flush(
@@ -490,7 +502,7 @@ class KeyState:
             if self._loaded[_NUMBER_BYTES:] == packed and not woken:
                 return
             number = int.from_bytes(self._loaded[:_NUMBER_BYTES], "big") + 1
-        if len(self._versions) >= _VERSIONS:
+        if self._versions >= _VERSIONS:
             self._cell.clear()
         self._cell.add(number.to_bytes(_NUMBER_BYTES, "big") + packed)
 

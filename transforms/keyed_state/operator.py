@@ -539,9 +539,7 @@ class KeyedOperator:
             # A TimestampedValue has no windows of its own: Beam assigns them from its time.
             windows = () if isinstance(stamped, TimestampedValue) else stamped.windows
             window = b"".join(self._config.window_coder.encode(w) for w in windows[:1])
-            memory.carried.append(
-                CarriedOutput(tag, timestamp, window, coder.encode(stamped.value))
-            )
+            memory.carry(CarriedOutput(tag, timestamp, window, coder.encode(stamped.value)))
             state.changed = True
             self._carried.inc()
         return timestamp < self._until or not self._has_until
@@ -730,8 +728,8 @@ class KeyedOperator:
             # By then the window is over, and its state is gone.
             cells, timers = tuple(cell.nothing for cell in state.cells), ()
             empty = True
-        memory.carried = [out for out in memory.carried if out.timestamp >= boundary]
-        carried = tuple(memory.carried)
+        carried = tuple(out for out in memory.carried if out.timestamp >= boundary)
+        memory.carried = carried
         deleted = not timers and not carried and empty
         if deleted and not memory.saved:
             return
@@ -839,7 +837,7 @@ class KeyedOperator:
         for output in record.carried:
             # At a drained end whoever reads them has folded them all.
             if config.boundary is not None and output.timestamp >= config.boundary:
-                memory.carried.append(output)
+                memory.carry(output)
                 if not self._has_until or output.timestamp < self._until:
                     yield self._emit_carried(output)
         if config.rewrite:
