@@ -8,11 +8,17 @@ Chains are kept short the way a log-structured merge tree keeps its runs few (O'
 a new delta swallows those before it that are no larger than what it has become, so that each delta
 is larger than all newer ones together, and a row is written a logarithmic number of times before
 it comes into a base.
+
+A small delta is mostly the footer of its file. So the small ones of an operator are one file, and
+in the chain of a key group stands which of its rows are the group's: a slice of it. Such a file
+stays whole as long as a slice of it is in use. Where less than half of one is, what is in use moves
+into the next shared file, as in the cleaning of a log-structured file system (Rosenblum and
+Ousterhout, 1991): shared files are never more than twice what is in use of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from beam_ckpt.errors import InvalidCheckpointError
@@ -27,10 +33,14 @@ from beam_ckpt.manifest import (
 __all__ = [
     "MAX_INLINE",
     "NewSidecar",
+    "Piece",
     "files_to_keep",
     "inline_over",
     "next_operators",
+    "relisted",
+    "same",
     "stands_on",
+    "to_share",
 ]
 
 _DELTAS_OF_BASE = 0.4
@@ -59,7 +69,9 @@ class NewSidecar:
         entry: Where it is and what it holds.
         keeps: How many of the files that the key group had stay, from the oldest on; the rest is
             in this one.
-        after: SHA-256 of the last file that stays, empty where none does.
+        after: Identity of the last file that stays, empty where none does.
+        shared: Whether it is to be part of a file that key groups share; its rows are in the entry
+            until then.
     """
 
     operator: str
@@ -68,9 +80,44 @@ class NewSidecar:
     entry: SidecarEntry
     keeps: int = 0
     after: str = ""
+    shared: bool = False
 
 
-def files_to_keep(chain: Sequence[SidecarEntry], new_bytes: int, max_files: int) -> int:
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """An entry of a chain, and where it is.
+
+    Attributes:
+        operator: The operator's uid.
+        key_group: Its key group.
+        index: In its chain, from the oldest on.
+        entry: The entry.
+    """
+
+    operator: str
+    key_group: int
+    index: int
+    entry: SidecarEntry
+
+
+def same(one: SidecarEntry, identity: str) -> bool:
+    """Tells whether an entry of a chain is the one that goes by an identity elsewhere.
+
+    Of a slice less is told than its writer knows of it.
+    """
+    return identity.startswith(one.identity)
+
+
+def _own_bytes(entry: SidecarEntry) -> int:
+    return entry.own_bytes
+
+
+def files_to_keep(
+    chain: Sequence[SidecarEntry],
+    new_bytes: int,
+    max_files: int,
+    weigh: Callable[[SidecarEntry], int] = _own_bytes,
+) -> int:
     """Returns how many files of a chain stay beneath a new delta.
 
     The others are merged with it: into a bigger delta, or, when none stays, into a new base.
@@ -80,9 +127,10 @@ def files_to_keep(chain: Sequence[SidecarEntry], new_bytes: int, max_files: int)
         new_bytes: Size of the delta.
         max_files: How many files the chain may have with the new one, at least 1; a base of several
             files counts as one.
+        weigh: The bytes of an entry.
     """
     pages = sum(entry.kind == "full" for entry in chain)
-    sizes = [entry.size_bytes for entry in chain]
+    sizes = [weigh(entry) for entry in chain]
     deltas, base = sum(sizes[pages:]) + new_bytes, sum(sizes[:pages])
     if max_files == 1 or deltas > base * _DELTAS_OF_BASE:
         return 0
@@ -116,7 +164,7 @@ def next_operators(
     for sidecar in sorted(new, key=lambda s: (s.operator, s.key_group, s.sequence)):
         chain = groups.setdefault(sidecar.operator, {}).setdefault(sidecar.key_group, [])
         on = chain[sidecar.keeps - 1 : sidecar.keeps]
-        if sidecar.keeps and [entry.sha256 for entry in on] != [sidecar.after]:
+        if sidecar.keeps and not any(same(entry, sidecar.after) for entry in on):
             raise InvalidCheckpointError(
                 f"operator {sidecar.operator!r}, key group {sidecar.key_group}: a new sidecar, "
                 f"number {sidecar.sequence} of this run, stands on file {sidecar.keeps} of "
@@ -153,16 +201,85 @@ def inline_over(
     Returns:
         The largest ones, as few as need be.
     """
-    listed = [s for o in operators.values() for p in o.partitions for s in p.sidecars]
+    news = list(new)
+    to_share = {(s.operator, s.key_group, s.entry.sha256) for s in news if s.shared}
+    listed = [
+        piece.entry
+        for uid in operators
+        for piece in _pieces(uid, operators[uid])
+        if (uid, piece.key_group, piece.entry.sha256) not in to_share
+    ]
     over = sum(entry.size_bytes for entry in listed if entry.path is None) - limit
     there = {entry.sha256 for entry in listed if entry.path is None}
     found = []
-    inline = [s for s in new if s.entry.path is None and s.entry.sha256 in there]
+    inline = [s for s in news if s.entry.path is None and not s.shared and s.entry.sha256 in there]
     for sidecar in sorted(inline, key=lambda s: s.entry.size_bytes, reverse=True):
         if over <= 0:
             break
         found.append(sidecar)
         over -= sidecar.entry.size_bytes
+    return found
+
+
+def _pieces(uid: str, operator: OperatorSnapshotEntry) -> Iterable[Piece]:
+    for partition in operator.partitions:
+        for index, entry in enumerate(partition.sidecars):
+            yield Piece(uid, partition.partition_id, index, entry)
+
+
+def to_share(
+    operators: Mapping[str, OperatorSnapshotEntry], new: Iterable[NewSidecar]
+) -> dict[str, list[Piece]]:
+    """Returns what has to come into new shared files: by operator, in the order of key groups.
+
+    That is what is new and small, and what is left of shared files that are mostly not in use.
+
+    Args:
+        operators: Of the next manifest, with the new sidecars in it.
+        new: The new sidecars.
+    """
+    fresh = {(s.operator, s.key_group, s.entry.sha256) for s in new if s.shared}
+    found = {}
+    for uid, operator in operators.items():
+        in_use: dict[str | None, int] = {}
+        for piece in _pieces(uid, operator):
+            if piece.entry.is_shared:
+                in_use[piece.entry.path] = in_use.get(piece.entry.path, 0) + piece.entry.rows
+        pieces = [
+            piece
+            for piece in _pieces(uid, operator)
+            if (
+                2 * in_use[piece.entry.path] < (piece.entry.file_rows or 0)
+                if piece.entry.is_shared
+                else (uid, piece.key_group, piece.entry.sha256) in fresh
+            )
+        ]
+        if pieces:
+            found[uid] = pieces
+    return found
+
+
+def relisted(
+    operators: Mapping[str, OperatorSnapshotEntry], moved: Iterable[Piece]
+) -> dict[str, OperatorSnapshotEntry]:
+    """Returns the operators with other entries in some places of their chains."""
+    places: dict[str, dict[tuple[int, int], SidecarEntry]] = {}
+    for piece in moved:
+        places.setdefault(piece.operator, {})[piece.key_group, piece.index] = piece.entry
+    found = dict(operators)
+    for uid, entries in places.items():
+        found[uid] = OperatorSnapshotEntry(
+            partitions=tuple(
+                PartitionSnapshotEntry(
+                    partition_id=p.partition_id,
+                    sidecars=tuple(
+                        entries.get((p.partition_id, index), entry)
+                        for index, entry in enumerate(p.sidecars)
+                    ),
+                )
+                for p in operators[uid].partitions
+            )
+        )
     return found
 
 

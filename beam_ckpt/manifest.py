@@ -25,7 +25,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import (
     Annotated,
     Any,
@@ -71,8 +71,14 @@ __all__ = [
     "new_checkpoint_id",
 ]
 
-FORMAT_VERSION: Final = 2
-"""The format version this library writes. It reads every version released so far (2)."""
+FORMAT_VERSION: Final = 3
+"""The newest format version. This library reads every one that was released (2 and 3).
+
+A manifest is of version 3 where key groups share a sidecar, and else of version 2, which older
+versions of this library read as well.
+"""
+
+_UNSHARED_VERSION: Final = 2
 
 MAX_MANIFEST_BYTES = 16 * 1024 * 1024
 MAX_RECORD_BYTES = 1024
@@ -85,6 +91,8 @@ _U64 = 2**64 - 1
 _MAX_VALUES = 500_000
 _MAX_CONTAINERS = 200_000
 _MAX_KEYS = 65_536
+# What slices of shared sidecars stand for is told once in the stored form, and held once a slice.
+_MAX_SPELLED_OUT = 4 * MAX_MANIFEST_BYTES
 _SMALL = 65_536
 
 U64 = Annotated[int, Field(ge=0, le=_U64)]
@@ -97,6 +105,7 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 RunId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}$")]
 Uid = Annotated[str, Field(min_length=1, max_length=256)]
 Crc32c = Annotated[int, Field(ge=0, le=2**32 - 1)]
+Origin = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
 
 # No empty, "." or ".." segment, none that hides, no backslash, no control character.
 _SIDECAR_PATH = re.compile(r"state(/(?!\.)[^/\\\x00-\x1f\x7f]+){2,}")
@@ -150,24 +159,54 @@ class _Record(BaseModel):
 
     #: What is left out of the JSON where it has this value, as it came later than the format.
     _omitted: ClassVar[Mapping[str, object]] = {}
+    #: The format versions that can be read, of a record that has one.
+    _versions: ClassVar[tuple[int, ...]] = (_UNSHARED_VERSION,)
 
     def to_json(self) -> bytes:
         """Returns canonical JSON: the same value gives the same bytes."""
+        return _canonical(self._values())
+
+    def _values(self) -> dict[str, Any]:
+        """Returns what is stored."""
         values = self.model_dump(mode="json")
         for name, value in self._omitted.items():
-            if values.get(name) == value:
+            if name in values and values[name] == value:
                 del values[name]
-        return json.dumps(
-            values,
-            sort_keys=True,
-            separators=(",", ":"),
-            ensure_ascii=False,
-            allow_nan=False,
-        ).encode("utf-8")
+        return values
 
 
-class SidecarEntry(_Record):
+def _canonical(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(
+        values,
+        sort_keys=True,
+        separators=(",", ":"),
+        ensure_ascii=False,
+        allow_nan=False,
+    ).encode("utf-8")
+
+
+class _Later(_Record):
+    """A part of a record that has got fields since: they are stored only where they say something.
+
+    So what was written before has the same bytes when it is written again.
+    """
+
+    @model_serializer(mode="wrap")
+    def _without_what_says_nothing(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        for name, value in self._omitted.items():
+            if name in values and values[name] == value:
+                del values[name]
+        return values
+
+
+class SidecarEntry(_Later):
     """One piece of keyed state: a file below `state/`, or bytes inline (small ones).
+
+    Or rows of a file that several key groups share, one after the other: a slice of it. Size and
+    checksums are then those of the whole file. In the stored manifest an operator lists its shared
+    files once, and a slice is ``[file, first_row, rows, origin]``, with its `boundary` and `epoch`
+    after these where they are not those of the file.
 
     Attributes:
         path: Relative to the root of the store (of the participant's tree).
@@ -175,10 +214,14 @@ class SidecarEntry(_Record):
         kind: `full` holds every row of its key group, `delta` the rows touched since.
         boundary: The cut it was taken at, event time in microseconds.
         epoch: Of the checkpoint that listed it first; `None` until listed.
-        rows: One for each key and window.
+        rows: One for each key and window; of a slice those of the key group.
         size_bytes: Of the file, or of the decoded bytes.
         crc32c: Of the same bytes.
         sha256: Of the same bytes, 64 lowercase hex digits.
+        first_row: Of a slice: where in the file its rows begin; `None` for what is not shared.
+        file_rows: Of a slice: how many rows the file has.
+        origin: Of a slice: the first 8 hex digits of the SHA-256 of what its writer made, by which
+            the writer knows it, wherever it has come to lie.
     """
 
     path: str | None = None
@@ -190,9 +233,21 @@ class SidecarEntry(_Record):
     size_bytes: U64
     crc32c: Crc32c
     sha256: Sha256
+    first_row: U64 | None = None
+    file_rows: U64 | None = None
+    origin: Origin | None = None
+
+    _omitted: ClassVar[Mapping[str, object]] = dict.fromkeys(("first_row", "file_rows", "origin"))
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        slices = {self.first_row is None, self.file_rows is None, self.origin is None}
+        if len(slices) != 1 or (self.is_shared and self.path is None):
+            raise ValueError("a slice has a path, first_row, file_rows and origin, all of them")
+        if self.is_shared and sum(self.row_range) > (self.file_rows or 0):
+            raise ValueError(
+                f"rows {self.first_row} and {self.rows} on, of a file of {self.file_rows} rows"
+            )
         if (self.path is None) == (self.inline is None):
             raise ValueError("a sidecar is either a path or inline, not both and not neither")
         if self.path is not None:
@@ -208,6 +263,28 @@ class SidecarEntry(_Record):
                 "write a sidecar file"
             )
         return self
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it is a slice of a file that other key groups have rows in, too."""
+        return self.first_row is not None
+
+    @property
+    def row_range(self) -> tuple[int, int]:
+        """Of a slice: its first row in the file, and how many rows it has."""
+        return self.first_row or 0, self.rows
+
+    @property
+    def own_bytes(self) -> int:
+        """Its size in bytes; of a slice, what its rows come to of the file's."""
+        if not self.file_rows:
+            return self.size_bytes
+        return -(-self.size_bytes * self.rows // self.file_rows)
+
+    @property
+    def identity(self) -> str:
+        """By which it is known in a chain, wherever its rows lie: its SHA-256, or its origin."""
+        return self.sha256 if self.origin is None else self.origin
 
     def inline_bytes(self) -> bytes:
         """Returns the decoded inline bytes; empty for an entry with a path.
@@ -255,7 +332,7 @@ class OperatorSnapshotEntry(_Record):
 
     Attributes:
         partitions: Its non-empty key groups, ascending.
-        total_bytes: Sum of their sidecars' sizes; filled in when 0.
+        total_bytes: Sum of their sidecars' sizes, of a shared one once; filled in when 0.
     """
 
     partitions: tuple[PartitionSnapshotEntry, ...] = ()
@@ -266,7 +343,7 @@ class OperatorSnapshotEntry(_Record):
         ids = [p.partition_id for p in self.partitions]
         if ids != sorted(set(ids)):
             raise ValueError("key groups are not ascending and unique")
-        total = sum(s.size_bytes for p in self.partitions for s in p.sidecars)
+        total = _size(s for p in self.partitions for s in p.sidecars)
         if total > _U64:
             raise ValueError("the sizes of the sidecars overflow 64 bits")
         if self.total_bytes == 0:
@@ -274,6 +351,18 @@ class OperatorSnapshotEntry(_Record):
         elif self.total_bytes != total:
             raise ValueError(f"total_bytes is {self.total_bytes}, the sidecars hold {total}")
         return self
+
+
+def _size(entries: Iterable[SidecarEntry]) -> int:
+    """Returns the sum of the sizes, of a file that is listed several times once."""
+    files: dict[str, int] = {}
+    inline = 0
+    for entry in entries:
+        if entry.path is None:
+            inline += entry.size_bytes
+        else:
+            files[entry.path] = entry.size_bytes
+    return inline + sum(files.values())
 
 
 class SourceOffsetEntry(_Record):
@@ -295,21 +384,6 @@ class RunIdentity(_Record):
 
     generation: Id
     run_id: RunId
-
-
-class _Later(_Record):
-    """A part of a record that has got fields since: they are stored only where they say something.
-
-    So what was written before has the same bytes when it is written again.
-    """
-
-    @model_serializer(mode="wrap")
-    def _without_what_says_nothing(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values: dict[str, Any] = handler(self)
-        for name, value in self._omitted.items():
-            if values.get(name) == value:
-                del values[name]
-        return values
 
 
 class CellSpec(_Later):
@@ -377,7 +451,7 @@ class CheckpointManifest(_Record):
     """What a checkpoint consists of. Self-contained: no other manifest is needed to restore.
 
     Attributes:
-        version: Of the format.
+        version: Of the format: the lowest that can say what is in it.
         checkpoint_id: UUID v7, the identity that `parent_id` refers to.
         epoch: Ascends with every finalized checkpoint, independent of `id`.
         timestamp_ms: Wall clock.
@@ -401,7 +475,7 @@ class CheckpointManifest(_Record):
             cut, without what was to be forgotten. (Stored only when there are any.)
     """
 
-    version: Literal[2] = FORMAT_VERSION
+    version: Literal[2, 3] = _UNSHARED_VERSION
     checkpoint_id: Uuid
     epoch: Id
     timestamp_ms: Id
@@ -423,6 +497,7 @@ class CheckpointManifest(_Record):
     replaces: tuple[Id, ...] = ()
 
     _omitted: ClassVar[Mapping[str, object]] = {"drained": False, "replaces": []}
+    _versions: ClassVar[tuple[int, ...]] = (_UNSHARED_VERSION, FORMAT_VERSION)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -431,6 +506,7 @@ class CheckpointManifest(_Record):
         if self.parent_id == self.checkpoint_id:
             raise ValueError(f"checkpoint {self.checkpoint_id} is its own parent")
         total, inline, seen = 0, 0, set[str]()
+        slices: dict[str, list[tuple[str, SidecarEntry]]] = {}
         for uid, operator in self.operators.items():
             total += operator.total_bytes
             for partition in operator.partitions:
@@ -447,10 +523,17 @@ class CheckpointManifest(_Record):
                         )
                     if sidecar.path is None:
                         inline += sidecar.size_bytes
+                    elif sidecar.is_shared:
+                        slices.setdefault(sidecar.path, []).append((uid, sidecar))
                     elif sidecar.path in seen:
                         raise ValueError(f"sidecar {sidecar.path} is listed twice")
                     else:
                         seen.add(sidecar.path)
+        for path, of_file in slices.items():
+            if path in seen:
+                raise ValueError(f"sidecar {path} is listed twice")
+            _check_slices(path, of_file)
+        object.__setattr__(self, "version", FORMAT_VERSION if slices else _UNSHARED_VERSION)
         if total > _U64:
             raise ValueError("the sizes of the operators overflow 64 bits")
         if inline > MAX_INLINE_TOTAL_BYTES:
@@ -478,7 +561,10 @@ class CheckpointManifest(_Record):
             CheckpointTooLargeError: More than 16 MiB.
         """
         stored = self if self.durable_phase == "prepared" else self.with_phase("prepared")
-        data = super(CheckpointManifest, stored).to_json()
+        values = stored._values()
+        for operator in values["operators"].values():
+            _tell_shared_once(operator)
+        data = _canonical(values)
         if len(data) > MAX_MANIFEST_BYTES:
             raise CheckpointTooLargeError(
                 f"the manifest of checkpoint {self.id} takes {len(data)} bytes, "
@@ -516,6 +602,110 @@ class CheckpointManifest(_Record):
     def sidecar_paths(self) -> set[str]:
         """Returns the paths of the files that it lists."""
         return {s.path for _, _, s in self.sidecars() if s.path is not None}
+
+    def pieces(self) -> list[tuple[str, tuple[int, ...], SidecarEntry]]:
+        """Returns each file, and each inline piece, once: (operator, its key groups, entry).
+
+        Of a shared file the entry is the newest slice that is listed.
+        """
+        found: list[tuple[str, list[int], SidecarEntry]] = []
+        shared: dict[str, int] = {}
+        for uid, group, entry in self.sidecars():
+            at = shared.get(entry.path or "") if entry.is_shared else None
+            if at is None:
+                if entry.is_shared:
+                    shared[entry.path or ""] = len(found)
+                found.append((uid, [group], entry))
+                continue
+            _, groups, newest = found[at]
+            if groups[-1] != group:
+                groups.append(group)
+            if (entry.epoch or 0) > (newest.epoch or 0):
+                found[at] = uid, groups, entry
+        return [(uid, tuple(groups), entry) for uid, groups, entry in found]
+
+
+_OF_FILE = ("path", "kind", "size_bytes", "crc32c", "sha256")
+
+
+def _check_slices(path: str, slices: list[tuple[str, SidecarEntry]]) -> None:
+    """Raises `ValueError` for slices that cannot be of one file."""
+    facts = {(uid, *(getattr(s, name) for name in _OF_FILE), s.file_rows) for uid, s in slices}
+    if len(facts) != 1:
+        raise ValueError(f"slices of {path} say different things of it")
+    end = 0
+    for first, rows in sorted(entry.row_range for _, entry in slices):
+        if first < end:
+            raise ValueError(f"slices of {path} overlap")
+        end = first + rows
+
+
+def _tell_shared_once(operator: dict[str, Any]) -> None:
+    """Replaces what an operator's slices say of their files by the number of the file."""
+    slices = [
+        (chain, i, entry)
+        for chain in (partition["sidecars"] for partition in operator["partitions"])
+        for i, entry in enumerate(chain)
+        if "first_row" in entry
+    ]
+    if not slices:
+        return
+    numbers: dict[str, int] = {}
+    files: list[dict[str, Any]] = []
+    for _, _, entry in slices:
+        number = numbers.setdefault(entry["path"], len(files))
+        if number == len(files):
+            file = {name: entry[name] for name in (*_OF_FILE, "boundary", "epoch")}
+            files.append(file | {"rows": entry["file_rows"]})
+        elif (entry["epoch"] or 0) > (files[number]["epoch"] or 0):
+            files[number] |= {name: entry[name] for name in ("boundary", "epoch")}
+    for chain, i, entry in slices:
+        number = numbers[entry["path"]]
+        told = [number, entry["first_row"], entry["rows"], entry["origin"]]
+        at = [entry["boundary"], entry["epoch"]]
+        if at != [files[number]["boundary"], files[number]["epoch"]]:
+            told += at
+        chain[i] = told
+    operator["shared"] = files
+
+
+def _spell_out_shared(operator: object, room: int) -> int:
+    """The inverse of `_tell_shared_once`, of what anybody may have written.
+
+    Args:
+        operator: Is changed.
+        room: Bytes that slices may take.
+
+    Returns:
+        Of these, how many are left.
+    """
+    if not isinstance(operator, dict) or "shared" not in operator:
+        return room
+    files, used = operator.pop("shared"), set[int]()
+    if not isinstance(files, list) or not all(isinstance(file, dict) for file in files):
+        raise ValueError("shared: not a list of files")
+    sizes = [len(str(file)) + 100 for file in files]
+    for partition in operator.get("partitions") or ():
+        chain = partition.get("sidecars") if isinstance(partition, dict) else None
+        for i, told in enumerate(chain if isinstance(chain, list) else ()):
+            if not isinstance(told, list):
+                continue
+            if len(told) not in (4, 6) or type(told[0]) is not int or not 0 <= told[0] < len(files):
+                raise ValueError(f"a slice {str(told)[:100]} of {len(files)} shared files")
+            file = dict(files[told[0]])
+            room -= sizes[told[0]]
+            if room < 0:
+                raise ValueError("more slices of shared files than a record can hold")
+            used.add(told[0])
+            file["file_rows"] = file.get("rows")
+            file["first_row"], file["rows"], file["origin"] = told[1:4]
+            if len(told) == 6:
+                file["boundary"], file["epoch"] = told[4:]
+            assert isinstance(chain, list)
+            chain[i] = file
+    if len(used) != len(files):
+        raise ValueError("shared: a file of which no key group has rows")
+    return room
 
 
 class FinalMarker(_Record):
@@ -564,7 +754,7 @@ class Pointer(_Record):
 class Namespace(_Record):
     """`namespace.json`: created once with the store."""
 
-    format: Literal[2] = FORMAT_VERSION
+    format: Literal[2] = _UNSHARED_VERSION
     deployment_id: Uuid
     key_group_count: Annotated[int, Field(ge=1, le=MAX_KEY_GROUPS)] | None = None
     created_ms: U64
@@ -617,25 +807,40 @@ def parse_record(cls: type[_R], data: bytes, *, where: str, limit: int = MAX_REC
         _refuse(where, f"a JSON {type(raw).__name__}, not an object")
     for name in ("version", "format"):
         found = raw.get(name)
-        if name in cls.model_fields and isinstance(found, int) and found != FORMAT_VERSION:
+        known = cls._versions
+        if name in cls.model_fields and isinstance(found, int) and found not in known:
             raise UnsupportedFormatError(
-                f"{where} is of format version {found}; this beam_ckpt reads version "
-                f"{FORMAT_VERSION}. "
-                + ("Upgrade beam_ckpt" if found > FORMAT_VERSION else "It was never released")
+                f"{where} is of format version {found}; this beam_ckpt reads "
+                f"version{'s' * (len(known) > 1)} {' and '.join(map(str, known))}. "
+                + ("Upgrade beam_ckpt" if found > known[-1] else "It was never released")
             )
     missing = [n for n in ("version", "format") if n in cls.model_fields and n not in raw]
     if missing:
         _refuse(where, f"no {missing[0]} field")
+    version = raw.get("version")
     try:
+        if version == FORMAT_VERSION:
+            text = _spelled_out(raw)
         # pydantic collects every problem there is, which in a large hostile record are many.
         if len(data) > _SMALL:
             _stop_at_first(cls, raw, "")
         del raw
-        return cls.model_validate_json(text)
+        record = cls.model_validate_json(text)
+        if isinstance(record, CheckpointManifest) and record.version != version:
+            raise ValueError(f"of version {version}, and what it holds is of {record.version}")
+        return record
     except ValidationError as e:
         _refuse(where, describe(e))
     except ValueError as e:
         _refuse(where, str(e)[:1000])
+
+
+def _spelled_out(raw: dict[str, Any]) -> str:
+    """Returns a manifest of version 3 as JSON in which each slice is told in full."""
+    operators, room = raw.get("operators"), _MAX_SPELLED_OUT
+    for operator in operators.values() if isinstance(operators, dict) else ():
+        room = _spell_out_shared(operator, room)
+    return json.dumps(raw)
 
 
 def _stop_at_first(cls: type[BaseModel], raw: object, at: str) -> None:

@@ -89,7 +89,7 @@ from beam_ckpt.transforms.runners import (
 from beam_ckpt.transforms.signature import Signature, read_signature
 from beam_ckpt.transforms.state_io import retention
 from beam_ckpt.transforms.windows import window_identity
-from beam_ckpt.transforms.writer import WriteSidecarsFn
+from beam_ckpt.transforms.writer import SHARED_DELTA_BYTES, WriteSidecarsFn
 
 __all__ = ["CheckpointedParDo", "Checkpoints", "Seconds"]
 
@@ -148,6 +148,10 @@ class Checkpoints:
         inline_threshold: A delta of at most so many bytes goes into the manifest, not into a file
             of its own, as long as all that is in it stays within 1 MiB. That saves a request for
             each; the manifest is written anew by every checkpoint. 0: none does.
+        shared_delta_bytes: A delta of at most so many bytes goes into one file with those of the
+            operator's other key groups: a file for each would be mostly footers. The writer keeps
+            them until they are merged, with its state at the runner. 0: each delta is a file of
+            its key group.
 
     Raises:
         PipelineRefusedError: A setting cannot be right.
@@ -175,6 +179,7 @@ class Checkpoints:
         renamed: Mapping[str, str] | None = None,
         max_files_per_group: int = 8,
         inline_threshold: int = 0,
+        shared_delta_bytes: int = SHARED_DELTA_BYTES,
     ) -> None:
         prepare(pipeline)
         given = given_settings(pipeline.options)
@@ -193,6 +198,7 @@ class Checkpoints:
         on_missing = given.get("on_missing", on_missing)
         max_files_per_group = given.get("max_files_per_group", max_files_per_group)
         inline_threshold = given.get("inline_threshold", inline_threshold)
+        shared_delta_bytes = given.get("shared_delta_bytes", shared_delta_bytes)
         _check_choice("alignment", alignment, ("exactly_once", "at_least_once"))
         _check_choice("late", late, ("drop", "reprocess"))
         _check_choice("on_fallback", on_fallback, ("refuse", "accept"))
@@ -211,7 +217,12 @@ class Checkpoints:
                 f"inline_threshold={inline_threshold}. What to do: give bytes, 0 (every delta is a "
                 f"file) to {MAX_INLINE}."
             )
-        self._inline_threshold = inline_threshold
+        if not 0 <= shared_delta_bytes <= MAX_INLINE:
+            raise PipelineRefusedError(
+                f"shared_delta_bytes={shared_delta_bytes}. What to do: give bytes, 0 (each delta "
+                f"is a file of its key group) to {MAX_INLINE}."
+            )
+        self._inline_threshold, self._shared_delta_bytes = inline_threshold, shared_delta_bytes
         self._pipeline = pipeline
         self._keep = retention(keep)
         self._key_groups, self._on_missing = key_groups, on_missing
@@ -476,6 +487,7 @@ class Checkpoints:
             name,
             self._limits,
             self._inline_threshold,
+            self._shared_delta_bytes,
         )
         commit = CommitFn(
             self._store,
@@ -826,8 +838,8 @@ class CheckpointedParDo(beam.PTransform[Any, Any]):
         time_sorted: Give the DoFn its elements in event-time order per key, ties by their encoded
             value; then its outputs are the same on every runner.
         every: See `Checkpoints`. So are `until`, `restore`, `keep`, `key_groups`, `alignment`,
-            `late`, `on_fallback`, `on_missing`, `migrations`, `renamed`, `max_files_per_group` and
-            `inline_threshold`.
+            `late`, `on_fallback`, `on_missing`, `migrations`, `renamed`, `max_files_per_group`,
+            `inline_threshold` and `shared_delta_bytes`.
         **kwargs: Static arguments of ``process``.
 
     Returns:
@@ -858,6 +870,7 @@ class CheckpointedParDo(beam.PTransform[Any, Any]):
         renamed: Mapping[str, str] | None = None,
         max_files_per_group: int = 8,
         inline_threshold: int = 0,
+        shared_delta_bytes: int = SHARED_DELTA_BYTES,
         **kwargs: Any,
     ) -> None:
         super().__init__()
@@ -878,6 +891,7 @@ class CheckpointedParDo(beam.PTransform[Any, Any]):
             "renamed": renamed,
             "max_files_per_group": max_files_per_group,
             "inline_threshold": inline_threshold,
+            "shared_delta_bytes": shared_delta_bytes,
         }
         self._outputs: tuple[tuple[str, ...], str | None] | None = None
 

@@ -321,12 +321,12 @@ class OperatorState:
         )
 
     def header(
-        self, *, key_group: int, boundary: int | None, kind: Literal["full", "delta"]
+        self, *, key_group: int | None, boundary: int | None, kind: Literal["full", "delta"]
     ) -> SidecarHeader:
         """Returns what a sidecar of one of the operator's key groups says of itself.
 
         Args:
-            key_group: The key group.
+            key_group: The key group; None for a file that several share.
             boundary: The cut, event time in microseconds; None for the drained end of the input.
             kind: Whether it holds all rows of the group, or those touched since the last one.
         """

@@ -4,6 +4,9 @@ One stateful key. It wakes two milliseconds after a boundary, when the watermark
 sidecar of it is there, and publishes in the order of the boundaries: the manifest (create-only),
 its marker, the pointer; then it prunes. A retry finds its own manifest and changes nothing; a
 younger run's claim stops it (`FencedError`).
+
+The small deltas of an operator come with the news, and are one file of all its key groups, which is
+written before the manifest.
 """
 
 from __future__ import annotations
@@ -26,7 +29,17 @@ from apache_beam.transforms.window import TimestampedValue
 from apache_beam.utils.timestamp import Timestamp
 
 from beam_ckpt.errors import CheckpointConflictError, CheckpointError, InvalidCheckpointError
-from beam_ckpt.lineage import MAX_INLINE, NewSidecar, inline_over, next_operators, stands_on
+from beam_ckpt.lineage import (
+    MAX_INLINE,
+    NewSidecar,
+    Piece,
+    inline_over,
+    next_operators,
+    relisted,
+    same,
+    stands_on,
+    to_share,
+)
 from beam_ckpt.manifest import (
     CheckpointManifest,
     OperatorSnapshotEntry,
@@ -40,6 +53,7 @@ from beam_ckpt.manifest import (
 )
 from beam_ckpt.retention import KeepOnBothSides, RetentionPolicy
 from beam_ckpt.store import CheckpointStore
+from beam_ckpt.transforms._shared import SharedPart, shared_parts
 from beam_ckpt.transforms.clocked import ClockedDoFn
 from beam_ckpt.transforms.columns import OperatorState
 from beam_ckpt.transforms.keyed_state.clock import DRAINED, MS
@@ -146,6 +160,8 @@ class CommitFn(ClockedDoFn):
         self._pruned = counter("checkpoints_pruned")
         self._failed = counter("checkpoints_failed")
         self._skipped = counter("checkpoints_skipped")
+        self._files_written = counter("sidecars_written")
+        self._bytes_written = counter("sidecar_bytes_written")
         self._duration = distribution("checkpoint_duration_ms")
         self._commit_duration = distribution("commit_duration_ms")
         self._lag = distribution("boundary_lag_ms")
@@ -243,7 +259,7 @@ class CommitFn(ClockedDoFn):
         if not news and not last:
             self._skipped.inc()
             return None
-        new, began = news.sidecars, time.monotonic()
+        began = time.monotonic()
         at = None if watermark is None else Timestamp(micros=watermark)
         try:
             self._store.check_generation(state.generation, self._run_id)
@@ -255,12 +271,13 @@ class CommitFn(ClockedDoFn):
                 self._uids, at, error,
             )  # fmt: skip
             raise
+        new = _written(manifest, base, news.sidecars)
         self._measure(manifest, base, new, time.monotonic() - began)
         state.boundary, state.base_id = boundary, manifest.id
         pruned = self._prune(state)
         self._committed.inc()
         self._pruned.inc(pruned)
-        size = sum(sidecar.entry.size_bytes for sidecar in new)
+        size = sum(entry.size_bytes for entry in new)
         _LOGGER.info(
             "checkpoint %d of operators %s published: boundary %s, %d sidecars, %d bytes, "
             "%d in all, %d pruned",
@@ -300,18 +317,17 @@ class CommitFn(ClockedDoFn):
         self,
         manifest: CheckpointManifest,
         base: CheckpointManifest | None,
-        new: Sequence[NewSidecar],
+        entries: Sequence[SidecarEntry],
         took_s: float,
     ) -> None:
         now = time.time_ns() // 1_000_000
-        entries = [sidecar.entry for sidecar in new]
         written = [millis for entry in entries if (millis := _written_ms(entry)) is not None]
         # Clocks of other machines may be ahead of this one's.
         self._duration.update(max(0, now - min(written, default=now)))
         self._commit_duration.update(round(took_s * 1000))
         self._files.update(len(entries))
         self._bytes.update(sum(entry.size_bytes for entry in entries))
-        self._rows.update(sum(entry.rows for entry in entries))
+        self._rows.update(sum(entry.file_rows or entry.rows for entry in entries))
         self._committed_at.set(now)
         if base is not None:
             self._interval.update(max(0, manifest.timestamp_ms - base.timestamp_ms))
@@ -385,13 +401,14 @@ class CommitFn(ClockedDoFn):
         for sidecar in inline_over(entries(epoch + 1), news.sidecars, MAX_INLINE):
             entry = self._as_file(sidecar)
             news.sidecars[news.sidecars.index(sidecar)] = replace(sidecar, entry=entry)
+        listed = self._shared(entries(epoch + 1), news.sidecars, watermark)
         for _ in range(_ID_ATTEMPTS):
             manifest = CheckpointManifest(
                 checkpoint_id=new_checkpoint_id(),
                 id=self._store.next_id(),
                 epoch=epoch + 1,
                 timestamp_ms=time.time_ns() // 1_000_000,
-                operators=entries(epoch + 1),
+                operators=listed,
                 source_offsets=offsets(epoch + 1),
                 parent_id=None if base is None else base.checkpoint_id,
                 watermark=watermark,
@@ -421,8 +438,48 @@ class CommitFn(ClockedDoFn):
             "What to do: see that only one run writes to the store, then start again."
         )
 
-    def _as_file(self, sidecar: NewSidecar) -> SidecarEntry:
-        """Writes what was to be inline, and is too much, as a file."""
+    def _shared(
+        self,
+        operators: Mapping[str, OperatorSnapshotEntry],
+        new: Sequence[NewSidecar],
+        watermark: int | None,
+    ) -> dict[str, OperatorSnapshotEntry]:
+        """Writes the files that key groups share; returns the operators that list them."""
+        moved: list[Piece] = []
+        for pieces in to_share(operators, new).values():
+            (first, *others) = pieces
+            if not others and first.entry.path is None:  # with nobody
+                entry = self._as_file(first).model_copy(update={"epoch": first.entry.epoch})
+                moved.append(replace(first, entry=entry))
+                written = [entry]
+            else:
+                written = []
+                for part in shared_parts(self._operator(first.operator), pieces, self._store):
+                    entries = self._write_part(part, watermark)
+                    moved += entries
+                    written.append(entries[0].entry)
+            self._files_written.inc(len(written))
+            self._bytes_written.inc(sum(entry.size_bytes for entry in written))
+        return relisted(operators, moved)
+
+    def _operator(self, uid: str) -> OperatorState:
+        return next(operator for operator in self._operators if operator.uid == uid)
+
+    def _write_part(self, part: SharedPart, watermark: int | None) -> list[Piece]:
+        operator = self._operator(part.pieces[0].operator)
+        file = self._store.write_sidecar(
+            operator=operator.uid,
+            key_group=None,
+            boundary=watermark,
+            run_id=self._run_id,
+            data=part.encoded(operator, watermark),
+            kind="delta",
+            rows=len(part.rows),
+        )
+        return part.listed(file)
+
+    def _as_file(self, sidecar: NewSidecar | Piece) -> SidecarEntry:
+        """Writes what came inline as a file of its key group."""
         entry = sidecar.entry
         return self._store.write_sidecar(
             operator=sidecar.operator,
@@ -450,13 +507,31 @@ def _alike(
 
     def content(operators: Mapping[str, OperatorSnapshotEntry]) -> list[Any]:
         return [
-            (uid, partition.partition_id, s.kind, s.boundary, s.epoch, s.rows, s.sha256)
+            (uid, partition.partition_id, s.kind, s.boundary, s.epoch, s.rows)
             for uid, operator in operators.items()
             for partition in operator.partitions
             for s in partition.sidecars
         ]
 
-    return set(one) == set(other) and content(one) == content(other)
+    def entries(operators: Mapping[str, OperatorSnapshotEntry]) -> list[SidecarEntry]:
+        return [s for o in operators.values() for p in o.partitions for s in p.sidecars]
+
+    return (
+        set(one) == set(other)
+        and content(one) == content(other)
+        and all(same(a, b.identity) for a, b in zip(entries(one), entries(other), strict=True))
+    )
+
+
+def _written(
+    manifest: CheckpointManifest, base: CheckpointManifest | None, new: Sequence[NewSidecar]
+) -> list[SidecarEntry]:
+    """What was written for a checkpoint, each file once."""
+    entries = [sidecar.entry for sidecar in new if not sidecar.shared]
+    known = set() if base is None else base.sidecar_paths()
+    known.update(entry.path for entry in entries if entry.path is not None)
+    listed = [entry for _, _, entry in manifest.pieces()]
+    return entries + [e for e in listed if e.path is not None and e.path not in known]
 
 
 def _written_ms(entry: SidecarEntry) -> int | None:

@@ -125,6 +125,12 @@ _OPTIONS = (
         _number,
         "Bytes up to which a delta goes into the manifest, not into a file.",
     ),
+    _Option(
+        "shared_delta_bytes",
+        "checkpoint_shared_delta_bytes",
+        _number,
+        "Bytes up to which a delta goes into one file with those of other key groups.",
+    ),
 )
 
 

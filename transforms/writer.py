@@ -1,5 +1,7 @@
 """Records to sidecars: as a rule one file per operator, key group and boundary.
 
+A small delta goes to the committer as it is, which makes one file of those of all key groups.
+
 The writer is keyed by (operator, key group) and wakes one millisecond after a boundary, when the
 watermark says that every record of it has come. It is in the global window. Records are sorted in
 runs, and runs and files merged as streams: what is in memory does not depend on how much there is.
@@ -34,10 +36,23 @@ from beam_ckpt.transforms.keyed_state.operator import DRAIN
 from beam_ckpt.transforms.metrics import counter
 from beam_ckpt.transforms.windows import without_what_is_over
 
-__all__ = ["DRAINING", "WriteSidecarsFn", "decode_new_sidecar", "encode_new_sidecar"]
+__all__ = [
+    "DRAINING",
+    "SHARED_DELTA_BYTES",
+    "WriteSidecarsFn",
+    "decode_new_sidecar",
+    "encode_new_sidecar",
+]
 
 _LOGGER = logging.getLogger(__name__)
 
+
+SHARED_DELTA_BYTES = 16 * 1024
+"""Up to which size deltas share a file, unless told otherwise: of a larger one the footer is no
+great part, and the writer keeps those that are shared."""
+
+# Of a slice, between two reads of it.
+_MOVES = 4
 
 #: News that are no sidecar: the end of the stream closed this epoch.
 DRAINING = b"draining"
@@ -46,14 +61,14 @@ DRAINING = b"draining"
 def encode_new_sidecar(sidecar: NewSidecar) -> bytes:
     """A sidecar on its way to the committer, as bytes."""
     s, entry = sidecar, sidecar.entry.model_dump(mode="json")
-    fields = [s.operator, s.key_group, s.sequence, entry, s.keeps, s.after]
+    fields = [s.operator, s.key_group, s.sequence, entry, s.keeps, s.after, s.shared]
     return json.dumps(fields).encode()
 
 
 def decode_new_sidecar(data: bytes) -> NewSidecar:
     """The inverse of `encode_new_sidecar`."""
-    operator, key_group, sequence, entry, keeps, after = json.loads(data)
-    return NewSidecar(operator, key_group, sequence, SidecarEntry(**entry), keeps, after)
+    operator, key_group, sequence, entry, *rest = json.loads(data)
+    return NewSidecar(operator, key_group, sequence, SidecarEntry(**entry), *rest)
 
 
 class WriteSidecarsFn(ClockedDoFn):
@@ -68,6 +83,8 @@ class WriteSidecarsFn(ClockedDoFn):
         name: Makes the timer family unique in the pipeline.
         limits: Of what is in memory at a time.
         inline_threshold: A delta of at most so many bytes goes into the manifest, not into a file.
+        shared_delta_bytes: A delta of at most so many bytes, that does not go into the manifest,
+            goes into one file with those of other key groups.
     """
 
     _RECORDS = userstate.BagStateSpec(
@@ -86,11 +103,14 @@ class WriteSidecarsFn(ClockedDoFn):
         name: str,
         limits: Limits = DEFAULT_LIMITS,
         inline_threshold: int = 0,
+        shared_delta_bytes: int = SHARED_DELTA_BYTES,
     ) -> None:
         self._arguments = (
-            store, run_id, tuple(operators), base_id, max_files, name, limits, inline_threshold
+            store, run_id, tuple(operators), base_id, max_files, name, limits, inline_threshold,
+            shared_delta_bytes,
         )  # fmt: skip
         self._limits, self._inline_threshold = limits, inline_threshold
+        self._shared_delta_bytes = shared_delta_bytes if store.shares_sidecars else 0
         self._store, self._run_id, self._max_files = store, run_id, max_files
         self._operators = {operator.uid: operator for operator in operators}
         self._base_id = base_id
@@ -227,7 +247,10 @@ class WriteSidecarsFn(ClockedDoFn):
             # It is encoded to be weighed, and kept where it is one file and all there is to write.
             rest = self._encode(uid, key_group, boundary, records, chain, len(chain))
             delta, size = next(rest), sum(len(data) for data, _ in rest)
-            keeps = files_to_keep(chain, len(delta[0]) + size, self._max_files)
+            new_bytes = len(delta[0]) + size
+            if not size and self._is_shared(new_bytes):
+                new_bytes = _without_footer(delta[0])
+            keeps = files_to_keep(chain, new_bytes, self._max_files, self._weight)
             if size or keeps < len(chain):
                 delta = None
         files = [delta] if delta else self._encode(uid, key_group, boundary, records, chain, keeps)
@@ -243,22 +266,69 @@ class WriteSidecarsFn(ClockedDoFn):
                 data=data,
                 kind=kind,
                 rows=rows,
-                inline_threshold=self._inline_threshold if kind == "delta" else -1,
+                inline_threshold=(
+                    max(self._inline_threshold, self._shared_delta_bytes) if kind == "delta" else -1
+                ),
             )
             state.sequence += 1
-            after = chain[-1].sha256 if chain else ""
-            new.append(NewSidecar(uid, key_group, state.sequence, entry, len(chain), after))
+            after = chain[-1].identity if chain else ""
+            shared = entry.path is None and self._is_shared(entry.size_bytes)
+            new.append(NewSidecar(uid, key_group, state.sequence, entry, len(chain), after, shared))
             # A base that has no row is listed nowhere.
             chain = [*chain, entry] if rows or chain else []
-            self._files.inc()
             self._rows.inc(entry.rows)
-            self._bytes.inc(entry.size_bytes)
+            if not shared:
+                self._files.inc()
+                self._bytes.inc(entry.size_bytes)
             _LOGGER.debug(
                 "operator %s, key group %d, boundary %s: %d rows, %d bytes, %s, on %d files",
                 uid, key_group, boundary, entry.rows, entry.size_bytes, kind, new[-1].keeps,
             )  # fmt: skip
         state.chain, state.newest = chain, boundary
         return new
+
+    def _is_shared(self, size: int) -> bool:
+        """Whether a delta of so many bytes goes into a file with others."""
+        return self._inline_threshold < size <= self._shared_delta_bytes
+
+    def _weight(self, entry: SidecarEntry) -> int:
+        """The bytes that an entry of a chain costs, wherever the committer has put it."""
+        if entry.path is None and self._is_shared(entry.size_bytes):
+            return _without_footer(entry.inline_bytes())
+        return entry.own_bytes
+
+    def _fetched(
+        self, uid: str, key_group: int, chain: Sequence[SidecarEntry]
+    ) -> tuple[Sequence[SidecarEntry], dict[str, bytes]]:
+        """Returns a chain with its slices where they are now, and what files have of them.
+
+        What is in use of a shared file moves when the most of it is not, and the old one goes.
+        """
+        entries, files = list(chain), dict[str, bytes]()
+        for index, entry in enumerate(chain):
+            tries = _MOVES if entry.is_shared else 0
+            while tries:
+                try:
+                    files[entry.path or ""] = self._store.read_sidecar(entry)
+                    break
+                except CheckpointNotFoundError:
+                    tries -= 1
+                    moved = self._where_now(uid, key_group, entry) if tries else None
+                    if moved is None:
+                        raise
+                    entry = moved
+            entries[index] = entry
+        return entries, files
+
+    def _where_now(self, uid: str, key_group: int, old: SidecarEntry) -> SidecarEntry | None:
+        newest = self._store.load_latest()
+        operator = None if newest is None else newest.operators.get(uid)
+        for partition in () if operator is None else operator.partitions:
+            if partition.partition_id == key_group:
+                for entry in partition.sidecars:
+                    if entry.is_shared and (entry.origin, entry.rows) == (old.origin, old.rows):
+                        return entry
+        return None
 
     def _encode(
         self,
@@ -281,9 +351,10 @@ class WriteSidecarsFn(ClockedDoFn):
             PageStream(new.schema, without_over(new.pages)) if PATCH in new.schema.names else new
             for new in records.streams()
         ]
+        entries, files = self._fetched(uid, key_group, chain[keeps:])
         stream = stream_chain(
-            chain[keeps:],
-            self._store.read_sidecar,
+            entries,
+            lambda entry: files.get(entry.path or "") or self._store.read_sidecar(entry),
             operator.schema,
             newer=newer,
             keep_tombstones=keeps > 0,
@@ -300,6 +371,11 @@ class WriteSidecarsFn(ClockedDoFn):
             # Compressed they are hardly ever larger.
             file_bytes=min(limits.file_bytes, self._store.max_state_data_bytes // 2),
         )
+
+
+def _without_footer(data: bytes) -> int:
+    """Returns how many bytes of a sidecar are not its footer."""
+    return len(data) - int.from_bytes(data[-8:-4], "little")
 
 
 class _Progress:

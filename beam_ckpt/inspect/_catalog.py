@@ -14,7 +14,7 @@ from beam_ckpt.errors import (
     InvalidCheckpointError,
     NoValidCheckpointError,
 )
-from beam_ckpt.manifest import CheckpointManifest, OperatorSnapshotEntry
+from beam_ckpt.manifest import CheckpointManifest, OperatorSnapshotEntry, SidecarEntry
 from beam_ckpt.store import CheckpointStore, open_store
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "find_operator",
     "lineage",
     "nearest",
+    "new_pieces",
     "open_existing",
     "operators",
     "readable",
@@ -98,7 +99,7 @@ FILES = pa.schema(
     [
         pa.field("path", pa.string()),
         pa.field("operator", pa.string(), nullable=False),
-        pa.field("key_group", pa.uint32(), nullable=False),
+        pa.field("key_group", pa.uint32()),
         pa.field("kind", pa.string(), nullable=False),
         pa.field("boundary", EVENT_TIME),
         pa.field("epoch", pa.uint64()),
@@ -109,8 +110,9 @@ FILES = pa.schema(
     ]
 )
 """Schema of `files`. `path` is relative to the root of the store, null for state that is in the
-manifest itself; `epoch` is that of the checkpoint which listed the file first; `checkpoints` are
-the ids of those that list it: it is deleted with the last of them."""
+manifest itself; `key_group` is null for a file that several share; `epoch` is that of the
+checkpoint which listed the file, or the newest rows of a shared one, first; `checkpoints` are the
+ids of those that list it: it is deleted with the last of them."""
 
 LINEAGE = pa.schema(
     [
@@ -192,11 +194,13 @@ def operators(store: AnyStore, at: At = "latest") -> pa.Table:
     for uid in sorted({*manifest.operators, *specs}):
         entry = manifest.operators.get(uid, OperatorSnapshotEntry())
         sidecars = [s for partition in entry.partitions for s in partition.sidecars]
+        shared = {s.path: s for s in sidecars if s.is_shared}
+        files = [*shared.values(), *(s for s in sidecars if not s.is_shared)]
         row: dict[str, object] = {
             "operator": uid,
             "key_groups": len(entry.partitions),
-            "sidecars": len(sidecars),
-            "deltas": sum(s.kind == "delta" for s in sidecars),
+            "sidecars": len(files),
+            "deltas": sum(s.kind == "delta" for s in files),
             "rows": sum(s.rows for s in sidecars),
             "bytes": entry.total_bytes,
         }
@@ -225,7 +229,8 @@ def files(store: AnyStore) -> pa.Table:
     """
     rows: dict[object, dict[str, object]] = {}
     for manifest in readable(open_existing(store)):
-        for operator, key_group, entry in manifest.sidecars():
+        for operator, key_groups, entry in manifest.pieces():
+            key_group = None if entry.is_shared else key_groups[0]
             row = rows.setdefault(
                 entry.path or (operator, key_group, entry.sha256),
                 {
@@ -235,7 +240,7 @@ def files(store: AnyStore) -> pa.Table:
                     "kind": entry.kind,
                     "boundary": entry.boundary,
                     "epoch": entry.epoch,
-                    "rows": entry.rows,
+                    "rows": entry.file_rows or entry.rows,
                     "bytes": entry.size_bytes,
                     "sha256": entry.sha256,
                     "checkpoints": [],
@@ -262,8 +267,7 @@ def lineage(store: AnyStore) -> pa.Table:
     rows = []
     for manifest in manifests:
         parent = known.get(manifest.parent_id or "")
-        entries = [entry for _, _, entry in manifest.sidecars()]
-        new = [entry for entry in entries if entry.epoch == manifest.epoch]
+        new = new_pieces(manifest, parent)
         chains = (
             len(partition.sidecars)
             for operator in manifest.operators.values()
@@ -289,6 +293,25 @@ def lineage(store: AnyStore) -> pa.Table:
             }
         )
     return pa.Table.from_pylist(rows, schema=LINEAGE)
+
+
+def new_pieces(
+    manifest: CheckpointManifest, parent: CheckpointManifest | None = None
+) -> list[SidecarEntry]:
+    """Returns what a checkpoint is the first to list, each file once.
+
+    Args:
+        manifest: Of the checkpoint.
+        parent: That of its parent, where it is known: what has moved into another shared file is
+            older than that.
+    """
+    before = None if parent is None else parent.sidecar_paths()
+    return [
+        entry
+        for _, _, entry in manifest.pieces()
+        if entry.epoch == manifest.epoch
+        or (entry.is_shared and before is not None and entry.path not in before)
+    ]
 
 
 def readable(store: CheckpointStore) -> Iterable[CheckpointManifest]:
@@ -386,7 +409,7 @@ def _facts(manifest: CheckpointManifest) -> dict[str, object]:
         "drained": manifest.watermark is None,
         "created": manifest.timestamp_ms,
         "operators": sorted(manifest.operators),
-        "sidecars": len(manifest.sidecars()),
+        "sidecars": len(manifest.pieces()),
         "bytes": manifest.total_size_bytes,
         "checkpoint_id": manifest.checkpoint_id,
         "parent_id": manifest.parent_id,

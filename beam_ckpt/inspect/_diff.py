@@ -100,8 +100,9 @@ def _pairs(
             yield _both(read(before, old.get(group)), read(after, new.get(group)))
 
 
-def _files(partition: PartitionSnapshotEntry | None) -> list[str]:
-    return [] if partition is None else [entry.sha256 for entry in partition.sidecars]
+def _files(partition: PartitionSnapshotEntry | None) -> list[tuple[str, tuple[int, int]]]:
+    entries = () if partition is None else partition.sidecars
+    return [(entry.sha256, entry.row_range) for entry in entries]
 
 
 def _both(before: pa.Table, after: pa.Table) -> tuple[pa.Table, pa.Table]:

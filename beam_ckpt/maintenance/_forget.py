@@ -20,6 +20,7 @@ Run again it goes on where it stood: what step 4 has replaced says so in its man
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -203,6 +204,7 @@ class _Forgetting:
         self._progress = progress
         self._run_id = new_run_id(_RUN)
         self._rows: dict[str, int] = {}  # of the key, by file
+        self._places: dict[str, list[int]] = {}  # of these rows, by shared file
         self._written: dict[str, SidecarEntry] = {}
 
     # -- looking -----------------------------------------------------------------------------
@@ -280,17 +282,28 @@ class _Forgetting:
         encoded = self._encoded(manifest)
         group = None if encoded is None else key_group(encoded, manifest.key_group_count)
         operator = manifest.operators.get(self._uid, OperatorSnapshotEntry())
+        shared: dict[str | None, SidecarEntry] = {}
         for partition in operator.partitions:
-            if group is None or partition.partition_id == group:
-                yield from partition.sidecars
+            for entry in partition.sidecars:
+                # It may hold rows that no key group has in use any more.
+                if entry.is_shared:
+                    shared[entry.path] = entry
+                elif group is None or partition.partition_id == group:
+                    yield entry
+        yield from shared.values()
 
     def _count(self, entry: SidecarEntry, manifest: CheckpointManifest) -> int:
         """Rows of the key in a file."""
         name = _name(entry)
         if name not in self._rows:
+            encoded = self._encoded(manifest)
             try:
                 data = self._store.read_sidecar(entry)
-                encoded = self._encoded(manifest)
+                if entry.is_shared:
+                    table = decode_sidecar(data, where=name)[1]
+                    places = _places(_mask(table, encoded, self._key))
+                    self._places[name], self._rows[name] = places, len(places)
+                    return len(places)
                 table = decode_sidecar(data, where=name, key=encoded)[1]
             except (InvalidCheckpointError, CheckpointNotFoundError) as error:
                 raise self._undecided(f"{name}, a file of checkpoint {manifest.id},", error) from (
@@ -435,13 +448,12 @@ class _Forgetting:
             return operators
         partitions = []
         for partition in mine.partitions:
-            # (Files of other key groups were not looked at: they cannot hold it.)
-            left = [entry.rows - self._rows.get(_name(entry), 0) for entry in partition.sidecars]
+            left = [entry.rows - self._rows_in(entry) for entry in partition.sidecars]
             if not any(left):
                 continue
             # A delta of no rows says nothing; an empty base is what deltas stand on.
             chain = tuple(
-                self._cleaned(entry, old) if rows < entry.rows else entry
+                self._cleaned(entry, old) if self._rows.get(_name(entry)) else entry
                 for entry, rows in zip(partition.sidecars, left, strict=True)
                 if rows or entry.kind == "full"
             )
@@ -451,8 +463,36 @@ class _Forgetting:
         operators[self._uid] = OperatorSnapshotEntry(partitions=tuple(partitions))
         return operators
 
+    def _rows_in(self, entry: SidecarEntry) -> int:
+        """Rows of the key in a file, or in a slice of one."""
+        # (Files of other key groups were not looked at: they cannot hold it.)
+        if not entry.is_shared:
+            return self._rows.get(_name(entry), 0)
+        first, rows = entry.row_range
+        return self._before(entry, first + rows) - self._before(entry, first)
+
+    def _before(self, entry: SidecarEntry, row: int) -> int:
+        return bisect.bisect_left(self._places.get(_name(entry), ()), row)
+
     def _cleaned(self, entry: SidecarEntry, manifest: CheckpointManifest) -> SidecarEntry:
-        """The file again, without the key; once, whoever lists it."""
+        """The file again, without the key; once, whoever lists it. Of a shared one, the slice."""
+        written = self._rewritten(entry, manifest)
+        if not entry.is_shared:
+            return written
+        first, rows = entry.row_range
+        return entry.model_copy(
+            update={
+                "path": written.path,
+                "size_bytes": written.size_bytes,
+                "crc32c": written.crc32c,
+                "sha256": written.sha256,
+                "file_rows": written.rows,
+                "first_row": first - self._before(entry, first),
+                "rows": rows - self._rows_in(entry),
+            }
+        )
+
+    def _rewritten(self, entry: SidecarEntry, manifest: CheckpointManifest) -> SidecarEntry:
         name = _name(entry)
         if name not in self._written:
             header, table = decode_sidecar(self._store.read_sidecar(entry), where=name)
@@ -526,6 +566,12 @@ def _mask(table: pa.Table, encoded: bytes | None, key: object) -> pa.ChunkedArra
     if encoded is not None:
         return pc.equal(table["_key"], encoded)
     return is_key(table["key"], key)
+
+
+def _places(mask: pa.ChunkedArray) -> list[int]:
+    """Where it is true."""
+    found: list[int] = pc.indices_nonzero(mask).to_pylist()
+    return found
 
 
 class _NoPipeline:

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from beam_ckpt.errors import CheckpointError, InvalidCheckpointError
-from beam_ckpt.inspect._catalog import AnyStore, open_existing
+from beam_ckpt.inspect._catalog import AnyStore, new_pieces, open_existing
 from beam_ckpt.manifest import CheckpointManifest
 from beam_ckpt.retention import PruneReport, RetentionFacts, RetentionPolicy, plan_policy
 from beam_ckpt.store import CheckpointStore
@@ -185,8 +185,7 @@ def gather(store: AnyStore, policy: RetentionPolicy) -> Facts:
 def _checkpoint(
     manifest: CheckpointManifest, ids: dict[str, int], tags: tuple[str, ...], latest: bool
 ) -> Checkpoint:
-    entries = [entry for _, _, entry in manifest.sidecars()]
-    new = [entry for entry in entries if entry.epoch == manifest.epoch]
+    new = new_pieces(manifest)
     written = [
         ms
         for entry in new
@@ -223,7 +222,7 @@ def _operators(manifest: CheckpointManifest) -> tuple[Operator, ...]:
         for partition in () if entry is None else entry.partitions:
             group = partition.partition_id
             one.rows[group] = sum(s.rows for s in partition.sidecars)
-            one.bytes[group] = sum(s.size_bytes for s in partition.sidecars)
+            one.bytes[group] = sum(s.own_bytes for s in partition.sidecars)
             one.chains[group] = len(partition.sidecars)
         found.append(one)
     return tuple(found)

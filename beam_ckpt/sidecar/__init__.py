@@ -8,6 +8,9 @@ a cell of many values; null when a cell is empty); ``_key`` and ``_window``, the
 in which all are. The header, in the metadata of the file,
 says of which operator, key group and boundary it is, and which cell is in which column.
 
+The small deltas of several key groups may be one file, in which the rows of one group come after
+those of another; which are whose, the manifest says. Its header names no key group.
+
 In a delta rows may hold only what changed since the key's row before. Such a delta has the column
 ``_patch``: null for a whole row, else a byte for each cell in the order of the columns: 0, the cell
 is what this row has; 1, it is as it was; 2, the items of this row come after those that were there.

@@ -39,7 +39,9 @@ def read_chain(
         ValueError: There is nothing to read.
     """
     tables = [
-        decode_sidecar(read(entry), where=_name(entry), key=key, columns=columns)[1]
+        decode_sidecar(
+            read(entry), where=_name(entry), key=key, columns=columns, rows=_rows(entry)
+        )[1]
         for entry in reversed(sidecars)
     ]
     return merge_newest_first(tables)
@@ -78,6 +80,7 @@ def stream_chain(
             where=_name(entry),
             max_decoded_bytes=max_decoded_bytes,
             columns=schema.names,
+            rows=_rows(entry),
         )
         return PageStream(file.schema, file.pages())
 
@@ -89,6 +92,10 @@ def stream_chain(
     if base:
         streams.append(PageStream(schema, of_base(base)))
     return merge_pages(streams, schema, keep_tombstones=keep_tombstones)
+
+
+def _rows(entry: SidecarEntry) -> tuple[int, int] | None:
+    return entry.row_range if entry.is_shared else None
 
 
 def _name(entry: SidecarEntry) -> str:

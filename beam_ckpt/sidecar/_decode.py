@@ -25,6 +25,7 @@ from beam_ckpt.sidecar._seal import check_seal, not_a_sidecar
 
 __all__ = ["SidecarFile", "decode_sidecar"]
 
+_ALONE = 1024 * 1024
 _TOLD_APART_BY = frozenset({"_key", "_window", "_deleted", PATCH})
 
 
@@ -35,6 +36,7 @@ def decode_sidecar(
     max_decoded_bytes: int = MAX_DECODED_BYTES,
     key: bytes | None = None,
     columns: Collection[str] | None = None,
+    rows: tuple[int, int] | None = None,
 ) -> tuple[SidecarHeader, pa.Table]:
     """Reads a sidecar.
 
@@ -48,13 +50,18 @@ def decode_sidecar(
             have it. None: all rows.
         columns: Read these columns alone, of which it may lack some, beside the ones that rows are
             told apart by (``_key``, ``_window``, ``_deleted``, ``_patch``). None: all columns.
+        rows: Of a file that key groups share: the first row of one, and how many it has. None: all
+            rows, of a shared file those of one key group after those of another.
 
     Raises:
-        InvalidCheckpointError: It is truncated, damaged, or not a sidecar of this library.
+        InvalidCheckpointError: It is truncated, damaged, or not a sidecar of this library; or it
+            has not these rows.
         UnsupportedFormatError: It has a format that this version does not know.
         CheckpointTooLargeError: Its columns would be over the limit.
     """
-    file = SidecarFile(data, where=where, max_decoded_bytes=max_decoded_bytes, columns=columns)
+    file = SidecarFile(
+        data, where=where, max_decoded_bytes=max_decoded_bytes, columns=columns, rows=rows
+    )
     return file.header, file.read(key)
 
 
@@ -76,9 +83,10 @@ class SidecarFile:
         where: str,
         max_decoded_bytes: int = MAX_DECODED_BYTES,
         columns: Collection[str] | None = None,
+        rows: tuple[int, int] | None = None,
     ) -> None:
         check_seal(data, where)
-        self._where, self._limit = where, max_decoded_bytes
+        self._where, self._limit, self._rows = where, max_decoded_bytes, rows
         with self._blaming():
             self._file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
             encoded_header = (self._file.metadata.metadata or {}).get(METADATA_KEY)
@@ -90,6 +98,7 @@ class SidecarFile:
             self._there = frozenset(found.names)
             found = with_optional(found)
             self._sizes = decoded_sizes(data, found)
+            self._check_rows()
             names = found.names
             if columns is not None:
                 names = [name for name in names if name in _TOLD_APART_BY or name in columns]
@@ -100,13 +109,19 @@ class SidecarFile:
     def pages(self) -> Iterator[pa.Table]:
         """Yields the rows of one row group after the other."""
         last: tuple[bytes, bytes] | None = None
+        if self._rows is not None:
+            with self._blaming():
+                page = self._slice(*self._rows)
+            yield page
+            return
         for i in range(self._file.num_row_groups):
             with self._blaming():
                 page = self._read([i])
                 if not len(page):
                     continue
                 keys, windows = page["_key"], page["_window"]
-                if last is not None and last >= (keys[0].as_py(), windows[0].as_py()):
+                starts = keys[0].as_py(), windows[0].as_py()
+                if last is not None and last >= starts and self.header.key_group is not None:
                     not_a_sidecar(self._where, "its row groups are not in order")
                 last = keys[-1].as_py(), windows[-1].as_py()
             yield page
@@ -114,6 +129,9 @@ class SidecarFile:
     def read(self, key: bytes | None = None) -> pa.Table:
         """Returns all rows, or those of a key."""
         with self._blaming():
+            if self._rows is not None:
+                table = self._slice(*self._rows)
+                return table if key is None else table.filter(pc.equal(table["_key"], key))
             # A key may be asked for in a file that is too large as a whole.
             groups = [
                 i
@@ -123,17 +141,45 @@ class SidecarFile:
             table = self._read(groups)
             return table if key is None else table.filter(pc.equal(table["_key"], key))
 
-    def _read(self, groups: Sequence[int]) -> pa.Table:
+    def _check_rows(self) -> None:
+        if self._rows is None:
+            return
+        first, count = self._rows
+        there = sum(rows for rows, _ in self._sizes)
+        if self.header.key_group is not None:
+            not_a_sidecar(self._where, f"it is to be shared, and is of {self.header.key_group}")
+        if not 0 <= first <= first + count <= there:
+            not_a_sidecar(self._where, f"it has {there} rows, and not {count} from {first} on")
+
+    def _slice(self, first: int, count: int) -> pa.Table:
+        """Reads the rows of one key group."""
+        groups: list[int] = []
+        before = start = 0
+        for i, (rows, _) in enumerate(self._sizes):
+            if before < first + count and before + rows > first:
+                start = start if groups else before
+                groups.append(i)
+            before += rows
+        return self._read(groups, first - start if groups else 0, count)
+
+    def _read(
+        self, groups: Sequence[int], first: int | None = None, count: int | None = None
+    ) -> pa.Table:
         sizes = [self._sizes[i] for i in groups]
         rows, size = sum(rows for rows, _ in sizes), sum(size for _, size in sizes)
         check_limit(rows, size, self._limit, self._where)
         names = [name for name in self.schema.names if name in self._there]
-        table = self._file.read_row_groups(groups, columns=names).select(names)
+        # Few bytes are read sooner than other threads are told to.
+        threads = size > _ALONE
+        table = self._file.read_row_groups(groups, columns=names, use_threads=threads).select(names)
         table.validate(full=True)
+        if first is not None:
+            table = table.slice(first, count)
         for i, field in enumerate(self.schema):
             if field.name not in self._there:
                 table = table.add_column(i, field, pa.nulls(len(table), field.type))
-        if not in_order(table):
+        # (Of all key groups of a shared file each is in order, and they are not.)
+        if (self.header.key_group is not None or first is not None) and not in_order(table):
             not_a_sidecar(self._where, "its rows are not in order, or one occurs twice")
         if self._repatches:
             table = of_columns(table, self._cells)

@@ -39,7 +39,8 @@ def encode_sidecar(
 
     Args:
         table: Its rows, sorted by (``_key``, ``_window``), one for each pair; columns as
-            :func:`~beam_ckpt.sidecar.sidecar_schema` has them.
+            :func:`~beam_ckpt.sidecar.sidecar_schema` has them. In a shared file that is so for the
+            rows of each key group.
         header: What the sidecar says of itself.
         row_group_rows: Rows of a row group at most.
         row_group_bytes: Bytes in memory of its rows, if it has more than one.
@@ -230,4 +231,5 @@ def _leaves(schema: pa.Schema, columns: Sequence[str]) -> list[str]:
 
 
 def _where(header: SidecarHeader) -> str:
-    return f"the table for operator {header.operator!r}, key group {header.key_group}"
+    group = "shared" if header.key_group is None else f"key group {header.key_group}"
+    return f"the table for operator {header.operator!r}, {group}"

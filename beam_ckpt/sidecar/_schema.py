@@ -28,7 +28,8 @@ FORMAT_VERSION = 3
 """The sidecar format this library writes. It reads every one released so far (1 to 3).
 
 Format 2 has deltas whose rows may hold only what changed (``_patch``). In format 3 the columns of
-what most operators have none of (``_timers``, ``_carried``) may be left out.
+what most operators have none of (``_timers``, ``_carried``) may be left out, and a file may be one
+that key groups share: the rows of one come after those of another.
 """
 
 METADATA_KEY = b"beam_ckpt.sidecar"
@@ -129,7 +130,8 @@ class SidecarHeader:
 
     Attributes:
         operator: The operator's uid.
-        key_group: The key group all of its keys are in.
+        key_group: The key group all of its keys are in; None for a file that several share, in
+            which a row's group is what the manifest says.
         boundary: The cut, event time in microseconds; None for the drained end of the input.
         kind: ``"full"``: every row of the key group. ``"delta"``: the rows touched since.
         key_coder: Identity of the coder of ``key`` and ``_key``.
@@ -139,7 +141,7 @@ class SidecarHeader:
     """
 
     operator: str
-    key_group: Annotated[int, Field(ge=0)]
+    key_group: Annotated[int, Field(ge=0)] | None
     boundary: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None
     kind: Literal["full", "delta"]
     key_coder: str
@@ -173,6 +175,8 @@ class SidecarHeader:
                 f"reads formats 1 to {FORMAT_VERSION}. Read it with the version that wrote it, or "
                 "a newer one."
             )
+        if header.key_group is None and header.format_version < 3:
+            _malformed(where, f"it is shared, which format {header.format_version} does not know")
         for what in ("name", "column"):
             names = [getattr(cell, what) for cell in header.cells]
             if len(set(names)) != len(names):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import builtins
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal
@@ -55,6 +55,8 @@ class StateChunk:
         kind: `full` or `delta`.
         rows: One for each key and window.
         boundary: Event time in microseconds; `None` for the drained end of the input.
+        first_row: Of state in a file that key groups share: where in it its rows begin. `data` is
+            the whole file then, the same object for all of them. `None`: the file is its own.
     """
 
     operator: str
@@ -63,6 +65,7 @@ class StateChunk:
     kind: Literal["full", "delta"] = "full"
     rows: int = 0
     boundary: int | None = None
+    first_row: int | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,9 @@ class CheckpointArtifacts:
         issues = binding_issues(
             self.manifest, id=id, participant_id=participant_id, key_group_count=key_group_count
         )
-        held = sum(len(c.data) for c in self.state)
+        shared = {builtins.id(c.data): c.data for c in self.state if c.first_row is not None}
+        alone = (c.data for c in self.state if c.first_row is None)
+        held = sum(len(data) for data in (*alone, *shared.values()))
         if held > max_state_data_bytes:
             issues.append(f"{held} bytes of state, {max_state_data_bytes} allowed")
         entries = self.manifest.sidecars()
@@ -106,6 +111,7 @@ class CheckpointArtifacts:
             issues.append(f"the manifest lists {len(entries)} sidecars, {len(self.state)} are here")
         if issues:  # no hashing of what cannot be used
             return ValidationResult(id, tuple(issues))
+        sound: set[tuple[int, str]] = set()
         for (operator, key_group, entry), chunk in zip(entries, self.state, strict=True):
             where = entry.path or f"inline state of {operator!r}, key group {key_group}"
             if (operator, key_group) != (chunk.operator, chunk.key_group):
@@ -113,6 +119,16 @@ class CheckpointArtifacts:
                     f"{where}: state of {chunk.operator!r}, key group {chunk.key_group}, in the "
                     f"place of {operator!r}, key group {key_group}"
                 )
+            if chunk.first_row != entry.first_row or (entry.is_shared and chunk.rows != entry.rows):
+                issues.append(
+                    f"{where}: {chunk.rows} rows from {chunk.first_row} on, expected {entry.rows} "
+                    f"from {entry.first_row} on"
+                )
+            if entry.is_shared:  # hashed once
+                where = f"{where}, of key groups {_shared_by(entries, entry.path)}"
+                if (same := (builtins.id(chunk.data), entry.sha256)) in sound:
+                    continue
+                sound.add(same)
             if len(chunk.data) != entry.size_bytes:
                 issues.append(f"{where}: {len(chunk.data)} bytes, expected {entry.size_bytes}")
             elif sha256_hex(chunk.data) != entry.sha256 or crc32c(chunk.data) != entry.crc32c:
@@ -159,6 +175,14 @@ class CheckpointStore(ABC):
         return DEFAULT_MAX_STATE_DATA_BYTES
 
     # -- required ------------------------------------------------------------------------
+
+    @property
+    def shares_sidecars(self) -> bool:
+        """Whether `write_sidecar` takes files that several key groups share.
+
+        Where it does not, each key group has files of its own.
+        """
+        return False
 
     @abstractmethod
     def save(self, manifest: CheckpointManifest) -> CheckpointManifest:
@@ -435,9 +459,8 @@ class CheckpointStore(ABC):
         manifest = peer.load_by_id(id)
         if manifest is None or not manifest.sidecars():
             return None
-        total = sum(e.size_bytes for _, _, e in manifest.sidecars())
-        ensure_budget(total, self.max_state_data_bytes, peer.url)
-        return total
+        ensure_budget(manifest.total_size_bytes, self.max_state_data_bytes, peer.url)
+        return manifest.total_size_bytes
 
     def load_checkpoint_artifacts(self, id: int) -> CheckpointArtifacts | None:
         """Reads a manifest and all of its state into memory, each once.
@@ -458,13 +481,21 @@ class CheckpointStore(ABC):
         manifest = peer.load_by_id(id)
         if manifest is None:
             return None
-        entries = manifest.sidecars()
-        ensure_budget(sum(e.size_bytes for _, _, e in entries), self.max_state_data_bytes, peer.url)
-        state = tuple(
-            StateChunk(operator, group, peer._raw(entry), entry.kind, entry.rows, entry.boundary)
-            for operator, group, entry in entries
-        )
-        return CheckpointArtifacts(manifest, state)
+        ensure_budget(manifest.total_size_bytes, self.max_state_data_bytes, peer.url)
+        return CheckpointArtifacts(manifest, tuple(peer._chunks(manifest, peer._raw)))
+
+    def _chunks(
+        self, manifest: CheckpointManifest, read: Callable[[SidecarEntry], bytes]
+    ) -> Iterator[StateChunk]:
+        """Yields all state of a checkpoint; what key groups share is read once."""
+        shared: dict[str, bytes] = {}
+        for operator, group, e in manifest.sidecars():
+            data = shared.get(e.path or "")
+            if data is None or not e.is_shared:
+                data = read(e)
+            if e.is_shared:
+                shared[e.path or ""] = data
+            yield StateChunk(operator, group, data, e.kind, e.rows, e.boundary, e.first_row)
 
     def _raw(self, entry: SidecarEntry) -> bytes:
         return self.read_sidecar(entry)
@@ -484,7 +515,7 @@ class CheckpointStore(ABC):
         self,
         *,
         operator: str,
-        key_group: int,
+        key_group: int | None,
         boundary: int | None,
         run_id: str,
         data: bytes,
@@ -496,7 +527,8 @@ class CheckpointStore(ABC):
 
         Args:
             operator: Uid.
-            key_group: From 0.
+            key_group: From 0; `None` for a file that several share (`shares_sidecars`), of which
+                the entry is then that of all rows.
             boundary: Event time in microseconds; `None` for the drained end of the input.
             run_id: Of the writing run.
             data: The bytes.
@@ -628,6 +660,25 @@ def check_budget(limit: int) -> int:
     return limit
 
 
+def _shared_by(entries: Sequence[tuple[str, int, SidecarEntry]], path: str | None) -> str:
+    return number_ranges(group for _, group, entry in entries if entry.path == path)
+
+
+def number_ranges(numbers: Iterable[int]) -> str:
+    """Returns numbers in few words.
+
+    >>> number_ranges([3, 1, 2, 7, 2])
+    '1-3, 7'
+    """
+    ranges: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], number]
+        else:
+            ranges.append([number])
+    return ", ".join("-".join(map(str, ends)) for ends in ranges)
+
+
 def _plan(chunk: StateChunk) -> SidecarEntry:
     # What the entry will be, as far as validation before the write can tell.
     return SidecarEntry(
@@ -676,4 +727,4 @@ def _with_chunks(
         ) from None
 
 
-__all__ += ["DEFAULT_MAX_STATE_DATA_BYTES", "check_budget", "ensure_budget"]
+__all__ += ["DEFAULT_MAX_STATE_DATA_BYTES", "check_budget", "ensure_budget", "number_ranges"]

@@ -102,6 +102,7 @@ from beam_ckpt.store._base import (
     StateChunk,
     check_budget,
     ensure_budget,
+    number_ranges,
 )
 from beam_ckpt.store._layout import Layout
 from beam_ckpt.store._notes import (
@@ -226,6 +227,11 @@ class BlobCheckpointStore(CheckpointStore):
     def max_state_data_bytes(self) -> int:
         """See `CheckpointStore.max_state_data_bytes`."""
         return self._max_state_data_bytes
+
+    @property
+    def shares_sidecars(self) -> bool:
+        """It does: a file is a file."""
+        return True
 
     @property
     def deployment_id(self) -> str:
@@ -633,7 +639,7 @@ class BlobCheckpointStore(CheckpointStore):
 
     # -- sidecars ------------------------------------------------------------------------
 
-    def _check_chunk(self, operator: str, key_group: int, size: int) -> None:
+    def _check_chunk(self, operator: str, key_group: int | None, size: int) -> None:
         try:
             operator.encode("utf-8")
         except UnicodeEncodeError:
@@ -645,13 +651,13 @@ class BlobCheckpointStore(CheckpointStore):
                 f"{operator[:80]!r} is no operator uid: it needs 1 to 256 characters"
             )
         bound = self.key_group_count or 65535
-        if not 0 <= key_group < bound:
+        if key_group is not None and not 0 <= key_group < bound:
             raise InvalidCheckpointError(
                 f"operator {operator!r}: key group {key_group} is outside 0..{bound - 1}"
             )
         if size > self.max_state_data_bytes:
             raise CheckpointTooLargeError(
-                f"operator {operator!r}, key group {key_group}: a sidecar of {size} bytes, "
+                f"operator {operator!r}, {_of_group(key_group)}: a sidecar of {size} bytes, "
                 f"{self.max_state_data_bytes} allowed (max_state_data_bytes): use more key "
                 "groups, or raise the limit on every store of this deployment"
             )
@@ -660,7 +666,7 @@ class BlobCheckpointStore(CheckpointStore):
         self,
         *,
         operator: str,
-        key_group: int,
+        key_group: int | None,
         boundary: int | None,
         run_id: str,
         data: bytes,
@@ -768,14 +774,8 @@ class BlobCheckpointStore(CheckpointStore):
         manifest = self.load_by_id(id)
         if manifest is None or not manifest.operators:
             return None
-        entries = manifest.sidecars()
-        ensure_budget(sum(e.size_bytes for _, _, e in entries), self.max_state_data_bytes, self.url)
-        if not entries:
-            return None
-        return (
-            StateChunk(operator, group, self.read_sidecar(e), e.kind, e.rows, e.boundary)
-            for operator, group, e in entries
-        )
+        ensure_budget(manifest.total_size_bytes, self.max_state_data_bytes, self.url)
+        return self._chunks(manifest, self.read_sidecar) if manifest.sidecars() else None
 
     def _peer(self, participant_id: int) -> CheckpointStore:
         if participant_id == self.participant_id:
@@ -845,12 +845,13 @@ class BlobCheckpointStore(CheckpointStore):
             )
         # No hashing of what cannot be used, nor of attempts that recovery passes over anyway.
         if stored is not None and not issues and (prepared or isinstance(marker, FinalMarker)):
-            entries = stored.manifest.sidecars()
-            found = self._each(lambda e: self._sidecar_issue(e[2], deep=deep), entries)
-            for (operator, group, entry), issue in zip(entries, found, strict=True):
+            pieces = stored.manifest.pieces()
+            found = self._each(lambda e: self._sidecar_issue(e[2], deep=deep), pieces)
+            for (operator, groups, entry), issue in zip(pieces, found, strict=True):
                 if issue:
                     name = entry.path or "inline state"
-                    issues.append(f"operator {operator!r}, key group {group}: {name}: {issue}")
+                    which = f"key group{'s' * (len(groups) > 1)} {number_ranges(groups)}"
+                    issues.append(f"operator {operator!r}, {which}: {name}: {issue}")
         manifest = None if stored is None else stored.manifest
         if manifest is not None and isinstance(marker, FinalMarker):
             manifest = manifest.with_phase("finalized")
@@ -1370,6 +1371,10 @@ def _byte_issue(entry: SidecarEntry, size: int, crc: int | None, sha256: str | N
     if crc is not None and crc != entry.crc32c:
         return f"state checksum mismatch: crc32c {crc:08x}, expected {entry.crc32c:08x}"
     return None
+
+
+def _of_group(key_group: int | None) -> str:
+    return "shared by key groups" if key_group is None else f"key group {key_group}"
 
 
 def _newest(plan: PrunePlan) -> int:

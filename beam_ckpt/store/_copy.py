@@ -110,7 +110,7 @@ def _over_blobs(store: CheckpointStore) -> BlobCheckpointStore:
 
 
 def _files(entries: Iterable[tuple[str, int, SidecarEntry]]) -> list[SidecarEntry]:
-    return [e for _, _, e in entries if e.path is not None]
+    return list({e.path: e for _, _, e in entries if e.path is not None}.values())
 
 
 def _choose(

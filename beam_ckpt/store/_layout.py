@@ -115,8 +115,13 @@ class Layout:
         """The key of a sidecar, from its path in a manifest."""
         return self.base + relative
 
-    def new_sidecar(self, operator: str, key_group: int, boundary: int | None, run_id: str) -> str:
-        """A new unique path, relative to this tree: the name holds the wall clock too."""
+    def new_sidecar(
+        self, operator: str, key_group: int | None, boundary: int | None, run_id: str
+    ) -> str:
+        """A new unique path, relative to this tree: the name holds the wall clock too.
+
+        `key_group` is `None` for a file that key groups share.
+        """
         cut = "end" if boundary is None else str(boundary)
         return f"{_group(operator, key_group)}/{cut}-{run_id}-{new_checkpoint_id()}.parquet"
 
@@ -198,5 +203,6 @@ def _segment(name: str) -> str:
     return quoted
 
 
-def _group(operator: str, key_group: int) -> str:
-    return f"state/{_segment(operator)}/{key_group:05d}"
+def _group(operator: str, key_group: int | None) -> str:
+    folder = "shared" if key_group is None else f"{key_group:05d}"
+    return f"state/{_segment(operator)}/{folder}"

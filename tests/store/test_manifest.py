@@ -96,7 +96,7 @@ def test_checkpoint_ids_of_many_threads_are_all_different() -> None:
         {"deployment_id": "x"},
         {"durable_phase": "pending"},
         {"version": 1},
-        {"version": 3},
+        {"version": 4},
         {"total_size_bytes": 1},
         {"run": {"generation": 0, "run_id": "x"}},
         {"operators": {"": OperatorSnapshotEntry()}},
