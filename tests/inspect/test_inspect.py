@@ -38,7 +38,8 @@ def totals(table: pa.Table) -> dict[str, int]:
 
 
 def files_of(store: Path, key: str) -> Iterator[Path]:
-    return (store / "state" / "totals" / f"{GROUP[key]:05d}").iterdir()
+    for folder in (f"{GROUP[key]:05d}", "shared"):
+        yield from (store / "state" / "totals" / folder).iterdir()
 
 
 def flip(path: Path) -> None:
@@ -58,7 +59,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     def noting(self: CheckpointStore, entry: SidecarEntry) -> bytes:
         assert entry.path is not None
         _, operator, group, _ = entry.path.split("/")
-        found.append((operator, int(group)))
+        found.append((operator, -1 if group == "shared" else int(group)))
         return real(self, entry)
 
     monkeypatch.setattr(store.__mro__[1], "read_sidecar", noting)
@@ -78,7 +79,7 @@ def test_state_is_what_the_dofn_had(root: Path) -> None:
 def test_one_key_reads_its_own_key_group_alone(root: Path, reads: list[tuple[str, int]]) -> None:
     table = inspect.state(root, "totals", key="ada")
     assert totals(table) == {"ada": 11}
-    assert set(reads) == {("totals", GROUP["ada"])}
+    assert set(reads) == {("totals", GROUP["ada"]), ("totals", -1)}, "and what groups share"
     assert table.schema == inspect.state(root, "totals").schema
 
 
