@@ -1621,7 +1621,7 @@ class BlobStoreSuite(StoreSuite):
             ("id", lambda m: m.replace(b'"id":2', b'"id":%d' % 2**64, 1)),
             ("extra", lambda m: m.replace(b'"epoch":3', b'"epoch":3,"more":1', 1)),
             ("version 1;", lambda m: m.replace(b'"version":2', b'"version":1', 1)),
-            ("version 3;", lambda m: m.replace(b'"version":2', b'"version":3', 1)),
+            ("version 4;", lambda m: m.replace(b'"version":2', b'"version":4', 1)),
             ("no version", lambda m: m.replace(b'"version":2', b'"Version":2', 1)),
             ("not a plain relative path", lambda m: m.replace(b"state/totals", b"/etc/totals")),
             ("not a plain relative path", lambda m: m.replace(b"state/totals", b"state/../x")),
@@ -1662,9 +1662,9 @@ class BlobStoreSuite(StoreSuite):
         """Row 79: it is not damage, and the way out is another."""
         commit(store, 1)
         key = "manifests/000000000001.json"
-        future = store.blobs.get(key)[0].replace(b'"version":2', b'"version":3')
+        future = store.blobs.get(key)[0].replace(b'"version":2', b'"version":4')
         self.damage(store, key, future)
-        with pytest.raises(UnsupportedFormatError, match="version 3; this beam_ckpt reads"):
+        with pytest.raises(UnsupportedFormatError, match="version 4; this beam_ckpt reads"):
             store.load_by_id(1)
         record = store.blobs.get("namespace.json")[0].replace(b'"format":2', b'"format":9')
         self.damage(store, "namespace.json", record)

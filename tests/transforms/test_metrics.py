@@ -87,7 +87,10 @@ def run(store: Any, fn: beam.DoFn | None = None, runner: str = "FnApiRunner", **
                 assert kind == {"counter": "counters", "gauge": "gauges"}.get(
                     _kind_of(name), "distributions"
                 )
-                found[name] = metric.committed
+                if kind == "counters":  # of each step that has it
+                    found[name] = found.get(name, 0) + metric.committed
+                else:
+                    found[name] = metric.committed
     return found
 
 
