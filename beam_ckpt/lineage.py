@@ -5,9 +5,8 @@ sidecar and the deltas after it. A writer says of each new sidecar how much of t
 beneath it, so that whoever publishes needs no coordination with it.
 
 Chains are kept short the way a log-structured merge tree keeps its runs few (O'Neil et al., 1996):
-a new delta swallows those before it that are no larger than what it has become, so that each delta
-is larger than all newer ones together, and a row is written a logarithmic number of times before
-it comes into a base.
+where there is no room for one more, a new delta swallows the last one, and those before it that are
+no larger than what it has become. So a row is written a few times before it comes into a base.
 
 A small delta is mostly the footer of its file. So the small ones of an operator are one file, and
 in the chain of a key group stands which of its rows are the group's: a slice of it. Such a file
@@ -45,6 +44,9 @@ __all__ = [
 
 _DELTAS_OF_BASE = 0.4
 """Deltas above this part of their base become a new base.
+
+Items that were added to bags do not count: they take the place of nothing, so that a new base would
+have no fewer bytes than the files before it.
 
 What a new base replaces stays in the store as long as a retained checkpoint lists it, so at worst
 both bases and all deltas are there: 2.4 times the state, and 1.4 times as a rule.
@@ -117,6 +119,7 @@ def files_to_keep(
     new_bytes: int,
     max_files: int,
     weigh: Callable[[SidecarEntry], int] = _own_bytes,
+    appended_bytes: int = 0,
 ) -> int:
     """Returns how many files of a chain stay beneath a new delta.
 
@@ -128,16 +131,20 @@ def files_to_keep(
         max_files: How many files the chain may have with the new one, at least 1; a base of several
             files counts as one.
         weigh: The bytes of an entry.
+        appended_bytes: How many bytes of the delta take the place of nothing in the chain.
     """
     pages = sum(entry.kind == "full" for entry in chain)
     sizes = [weigh(entry) for entry in chain]
-    deltas, base = sum(sizes[pages:]) + new_bytes, sum(sizes[:pages])
-    if max_files == 1 or deltas > base * _DELTAS_OF_BASE:
+    superseding = new_bytes - appended_bytes
+    for entry, size in zip(chain[pages:], sizes[pages:], strict=True):
+        superseding += max(size - entry.appended_bytes, 0)
+    if max_files == 1 or superseding > sum(sizes[:pages]) * _DELTAS_OF_BASE:
         return 0
-    keep, merged = len(chain), new_bytes
-    while keep > pages and (sizes[keep - 1] <= merged or keep - pages > max_files - 2):
-        keep -= 1
-        merged += sizes[keep]
+    keep, merged, most = len(chain), new_bytes, pages + max_files - 2
+    if keep > most:
+        while keep > pages and (keep > most or sizes[keep - 1] <= merged):
+            keep -= 1
+            merged += sizes[keep]
     return keep
 
 

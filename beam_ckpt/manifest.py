@@ -74,8 +74,8 @@ __all__ = [
 FORMAT_VERSION: Final = 3
 """The newest format version. This library reads every one that was released (2 and 3).
 
-A manifest is of version 3 where key groups share a sidecar, and else of version 2, which older
-versions of this library read as well.
+A manifest is of version 3 where key groups share a sidecar or one has items that were added to
+bags, and else of version 2, which older versions of this library read as well.
 """
 
 _UNSHARED_VERSION: Final = 2
@@ -222,6 +222,8 @@ class SidecarEntry(_Later):
         file_rows: Of a slice: how many rows the file has.
         origin: Of a slice: the first 8 hex digits of the SHA-256 of what its writer made, by which
             the writer knows it, wherever it has come to lie.
+        appended_bytes: About how many bytes are items that were added to bags, and so take the
+            place of nothing in older files. (Of a slice it is not stored.)
     """
 
     path: str | None = None
@@ -236,8 +238,14 @@ class SidecarEntry(_Later):
     first_row: U64 | None = None
     file_rows: U64 | None = None
     origin: Origin | None = None
+    appended_bytes: U64 = 0
 
-    _omitted: ClassVar[Mapping[str, object]] = dict.fromkeys(("first_row", "file_rows", "origin"))
+    _omitted: ClassVar[Mapping[str, object]] = {
+        "first_row": None,
+        "file_rows": None,
+        "origin": None,
+        "appended_bytes": 0,
+    }
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -533,7 +541,8 @@ class CheckpointManifest(_Record):
             if path in seen:
                 raise ValueError(f"sidecar {path} is listed twice")
             _check_slices(path, of_file)
-        object.__setattr__(self, "version", FORMAT_VERSION if slices else _UNSHARED_VERSION)
+        later = bool(slices) or any(s.appended_bytes for _, _, s in self.sidecars())
+        object.__setattr__(self, "version", FORMAT_VERSION if later else _UNSHARED_VERSION)
         if total > _U64:
             raise ValueError("the sizes of the operators overflow 64 bits")
         if inline > MAX_INLINE_TOTAL_BYTES:

@@ -33,20 +33,40 @@ def chain(base: int, *deltas: int) -> list[SidecarEntry]:
     [
         ([], 5, 0),  # nothing to build on
         (chain(1000), 5, 1),
-        (chain(1000, 20), 5, 2),  # the older delta is larger
-        (chain(1000, 20, 5), 5, 2),  # the last one is not, and with it the new one is 10
-        (chain(1000, 19, 9, 5), 5, 1),  # 10, then 19, then 38: each swallows the next
-        (chain(1000, 20, 9, 5), 5, 2),
+        (chain(1000, 5, 5, 5, 5, 5, 5), 5, 7),  # there is room
         (chain(1000, 390), 10, 2),  # just not too much for the base
         (chain(1000, 391), 10, 0),
         ([entry("full", 500), entry("full", 501), entry("delta", 350)], 50, 3),  # a base in two
         (chain(1000, 100, 49, 24, 12, 6, 3), 1, 7),  # the eighth file is the last that may be
-        (chain(9000, 600, 300, 150, 70, 30, 12, 5), 1, 7),  # so a larger one is swallowed as well
+        (chain(9000, 600, 300, 150, 70, 30, 12, 5), 1, 7),  # so the last one is swallowed
         (chain(9000, 600, 300, 150, 70, 30, 6, 5), 1, 6),  # and with it what is no larger then
+        (chain(9000, 40, 40, 40, 40, 10, 10, 10), 10, 1),  # 20, 30, 40, then 80: each the next
+        (chain(9000, 40, 290, 40, 40, 10, 10, 10), 10, 3),  # 120 does not swallow 290
     ],
 )
-def test_a_new_delta_swallows_those_that_are_no_larger(files, new, keep):
+def test_a_full_chain_s_new_delta_swallows_those_that_are_no_larger(files, new, keep):
     assert files_to_keep(files, new, 8) == keep
+
+
+def test_what_only_adds_to_bags_makes_no_new_base():
+    appended = [entry("delta", 900).model_copy(update={"appended_bytes": 800})]
+    assert files_to_keep([*chain(1000), *appended], 350, 8) == 0  # 100 + 350
+    assert files_to_keep([*chain(1000), *appended], 350, 8, appended_bytes=50) == 2
+    assert files_to_keep(chain(1000), 5000, 8, appended_bytes=5000) == 1
+
+
+def test_10_000_items_over_100_epochs_are_written_three_times_at_most():
+    """A file of 100 items of 100 bytes has some 1,500 bytes beside them, nearly all its footer."""
+    files, written = [entry("full", 11_500)], 0
+    for _ in range(100):
+        keep = files_to_keep(files, 11_500, 8, appended_bytes=11_490)
+        size = sum(e.size_bytes - 1500 for e in files[keep:]) + 11_500
+        assert keep, "the base is not written again"
+        files = [*files[:keep], entry("delta", size)]
+        files[-1] = files[-1].model_copy(update={"appended_bytes": size - size // 1000})
+        written += size
+        assert len(files) <= 8
+    assert written < 3 * 10_000 * 100
 
 
 def test_with_one_file_allowed_every_file_is_full():

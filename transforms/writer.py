@@ -24,7 +24,7 @@ from apache_beam.utils.timestamp import Timestamp
 from beam_ckpt.errors import CheckpointNotFoundError
 from beam_ckpt.lineage import NewSidecar, files_to_keep, stands_on
 from beam_ckpt.manifest import CheckpointManifest, SidecarEntry
-from beam_ckpt.sidecar import PATCH, PageStream, encode_pages, stream_chain
+from beam_ckpt.sidecar import PATCH, PageStream, appended_bytes, encode_pages, stream_chain
 from beam_ckpt.store import CheckpointStore
 from beam_ckpt.transforms._limits import DEFAULT_LIMITS, Limits
 from beam_ckpt.transforms._runs import Runs
@@ -241,20 +241,22 @@ class WriteSidecarsFn(ClockedDoFn):
         """Writes what came for a boundary: a delta, or with files of the chain a new file."""
         if state.chain is None:
             state.chain = list(self._base.get((uid, key_group), ()))
-        chain, delta = state.chain, None
-        keeps = 0
+        chain, keeps = state.chain, 0
+        files: Iterator[tuple[bytes, int]] | None = None
         if chain and self._max_files > 1:
             # It is encoded to be weighed, and kept where it is one file and all there is to write.
-            rest = self._encode(uid, key_group, boundary, records, chain, len(chain))
-            delta, size = next(rest), sum(len(data) for data, _ in rest)
-            new_bytes = len(delta[0]) + size
-            if not size and self._is_shared(new_bytes):
-                new_bytes = _without_footer(delta[0])
-            keeps = files_to_keep(chain, new_bytes, self._max_files, self._weight)
-            if size or keeps < len(chain):
-                delta = None
-        files = [delta] if delta else self._encode(uid, key_group, boundary, records, chain, keeps)
+            pages = self._pages(uid, key_group, boundary, records, chain, len(chain))
+            files = self._encode(uid, key_group, boundary, pages, kind="delta")
+            delta, rest = next(files), sum(len(data) for data, _ in files)
+            size = len(delta[0]) + rest
+            if not rest and self._is_shared(size):
+                size = _without_footer(delta[0])
+            keeps = files_to_keep(chain, size, self._max_files, self._weight, pages.appended(size))
+            files = iter([delta]) if not rest and keeps == len(chain) else None
         kind: Literal["full", "delta"] = "delta" if keeps else "full"
+        if files is None:
+            pages = self._pages(uid, key_group, boundary, records, chain, keeps)
+            files = self._encode(uid, key_group, boundary, pages, kind)
         new = []
         chain = chain[:keeps]
         for data, rows in files:
@@ -270,6 +272,7 @@ class WriteSidecarsFn(ClockedDoFn):
                     max(self._inline_threshold, self._shared_delta_bytes) if kind == "delta" else -1
                 ),
             )
+            entry = entry.model_copy(update={"appended_bytes": pages.appended(len(data))})
             state.sequence += 1
             after = chain[-1].identity if chain else ""
             shared = entry.path is None and self._is_shared(entry.size_bytes)
@@ -330,7 +333,7 @@ class WriteSidecarsFn(ClockedDoFn):
                         return entry
         return None
 
-    def _encode(
+    def _pages(
         self,
         uid: str,
         key_group: int,
@@ -338,9 +341,9 @@ class WriteSidecarsFn(ClockedDoFn):
         records: Runs,
         chain: Sequence[SidecarEntry],
         keeps: int,
-    ) -> Iterator[tuple[bytes, int]]:
-        """The files that take the place of all that is above `keeps` files of a chain."""
-        operator, limits, at = self._operators[uid], self._limits, self._cut(boundary)
+    ) -> _Pages:
+        """The rows that take the place of all that is above `keeps` files of a chain."""
+        operator, at = self._operators[uid], self._cut(boundary)
         coder, lateness = operator.window_coder, operator.lateness
 
         def without_over(pages: Iterable[pa.Table]) -> Iterator[pa.Table]:
@@ -362,10 +365,16 @@ class WriteSidecarsFn(ClockedDoFn):
         pages = stream.pages
         if chain and not keeps:
             pages = without_over(pages)
+        return _Pages(PageStream(stream.schema, pages))
+
+    def _encode(
+        self, uid: str, key_group: int, boundary: int, pages: _Pages, kind: Literal["full", "delta"]
+    ) -> Iterator[tuple[bytes, int]]:
+        operator, limits = self._operators[uid], self._limits
         return encode_pages(
             pages,
-            operator.header(key_group=key_group, boundary=at, kind="delta" if keeps else "full"),
-            stream.schema,
+            operator.header(key_group=key_group, boundary=self._cut(boundary), kind=kind),
+            pages.schema,
             row_group_rows=limits.page_rows,
             row_group_bytes=limits.page_bytes,
             # Compressed they are hardly ever larger.
@@ -376,6 +385,24 @@ class WriteSidecarsFn(ClockedDoFn):
 def _without_footer(data: bytes) -> int:
     """Returns how many bytes of a sidecar are not its footer."""
     return len(data) - int.from_bytes(data[-8:-4], "little")
+
+
+class _Pages:
+    """Pages that are weighed as they pass."""
+
+    def __init__(self, stream: PageStream) -> None:
+        self.schema, self._pages = stream.schema, stream.pages
+        self._bytes = self._appended = 0
+
+    def __iter__(self) -> Iterator[pa.Table]:
+        for page in self._pages:
+            self._bytes += page.nbytes
+            self._appended += appended_bytes(page)
+            yield page
+
+    def appended(self, size: int) -> int:
+        """Of so many bytes of the file: how many are items that were added to bags."""
+        return size * self._appended // self._bytes if self._bytes else 0
 
 
 class _Progress:

@@ -40,6 +40,7 @@ from beam_ckpt.sidecar._encode import (
 )
 from beam_ckpt.sidecar._merge import merge_newest_first
 from beam_ckpt.sidecar._order import latest_in_order
+from beam_ckpt.sidecar._patch import appended_bytes
 from beam_ckpt.sidecar._schema import (
     CARRIED,
     PATCH,
@@ -60,6 +61,7 @@ __all__ = [
     "CellColumn",
     "PageStream",
     "SidecarHeader",
+    "appended_bytes",
     "cell_column_name",
     "decode_sidecar",
     "encode_pages",

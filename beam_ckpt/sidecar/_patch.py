@@ -27,6 +27,7 @@ __all__ = [
     "KEEP",
     "REPLACE",
     "Codes",
+    "appended_bytes",
     "has_patches",
     "of_columns",
     "patch_codes",
@@ -97,6 +98,19 @@ def of_columns(table: pa.Table, patched_cells: Sequence[str]) -> pa.Table:
     """
     codes = patch_codes(table, cell_columns(table.schema), patched_cells)
     return with_patches(table.drop_columns([PATCH]), codes)
+
+
+def appended_bytes(table: pa.Table) -> int:
+    """Returns how many bytes in memory of the rows are items that are only added to a cell."""
+    if not has_patches(table):
+        return 0
+    cells = cell_columns(table.schema)
+    added = patch_codes(table, cells) == APPEND
+    return sum(
+        table[name].filter(pa.array(added[:, i])).nbytes
+        for i, name in enumerate(cells)
+        if added[:, i].any()
+    )
 
 
 def with_patches(table: pa.Table, codes: Codes) -> pa.Table:

@@ -568,8 +568,8 @@ class GrowFn(beam.DoFn):
 
 
 def test_a_growing_bag_costs_its_items_and_not_itself() -> None:
-    """10,000 items over 100 epochs: in a delta each epoch, and in what is kept of them."""
-    key, items, deltas = Key(GrowFn()), 0, 0
+    """10,000 items over 100 epochs: in a delta each epoch, in all files, in what is kept."""
+    key, items, deltas, written = Key(GrowFn()), 0, 0, 0
     state = (CellState("bag", "bag", BytesCoder()),)
     operator = OperatorState("op", StrUtf8Coder(), GlobalWindowCoder(), state, False)
     store = in_memory()
@@ -584,9 +584,11 @@ def test_a_growing_bag_costs_its_items_and_not_itself() -> None:
         header = operator.header(key_group=0, boundary=epoch, kind=kind)
         deltas += len(encode_sidecar(operator.to_table([record]), header))
         (result,) = job.checkpoint(10 * (epoch + 1) * SECOND, [(0, record.to_bytes())])
+        written += result.size_bytes
     retained = sum(blob.size for blob in store.blobs.list("state/"))
-    print(f"{items} bytes of items, {deltas} as deltas, {retained} retained")
+    print(f"{items} bytes of items, {deltas} as deltas, {written} written, {retained} retained")
     assert deltas <= 1.5 * items
+    assert written <= 3 * items
     assert retained <= 1.5 * items
     (found,) = in_store(store, operator, result.id, 0).values()
     assert found.cells == (tuple(random.Random(i).randbytes(100) for i in range(10_000)),)
