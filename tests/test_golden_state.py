@@ -7,6 +7,7 @@ is never changed once its version is released; a new version adds one.
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -32,7 +33,7 @@ from beam_ckpt.sidecar._schema import FORMAT_VERSION
 from beam_ckpt.testing.cuts import run_checkpointed, saved_state
 from beam_ckpt.testing.event_loop import canonical, run_event_loop
 from beam_ckpt.transforms import writer
-from beam_ckpt.transforms.keyed_state.cells import BagCell
+from beam_ckpt.transforms.keyed_state.operator import KeyedOperator
 
 GOLDEN = Path(__file__).parent / "golden_state"
 VERSIONS = sorted(path.name for path in GOLDEN.iterdir())
@@ -108,10 +109,14 @@ def write_golden(root: Path) -> None:
     """Writes what `golden_state/` keeps."""
     # Files this small would be one, and a base has no rows that say only what changed; bags this
     # small would be written whole.
-    set_apart = BagCell.set_apart
+    begin = KeyedOperator.__init__
+
+    def with_large_bags(self, fn, signature, config):
+        begin(self, fn, signature, replace(config, bag_bytes=0))
+
     with (
         mock.patch.object(writer, "files_to_keep", lambda chain, *_: len(chain)),
-        mock.patch.object(BagCell, "set_apart", lambda cell, there, _: set_apart(cell, there, 0)),
+        mock.patch.object(KeyedOperator, "__init__", with_large_bags),
     ):
         for cut in CUTS:
             run(open_store(root), Timestamp(cut))
