@@ -1,0 +1,467 @@
+"""Small deltas of an operator are one file of all its key groups: no runner is needed."""
+
+from __future__ import annotations
+
+import json
+import random
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import duckdb
+import pytest
+from apache_beam.coders import BytesCoder, StrUtf8Coder
+from apache_beam.transforms.window import GlobalWindows
+
+from beam_ckpt import CheckpointStore, inspect, open_store
+from beam_ckpt.errors import CheckpointError, InvalidCheckpointError, StoreUrlError
+from beam_ckpt.keygroups import key_group
+from beam_ckpt.maintenance import forget
+from beam_ckpt.manifest import CheckpointManifest, SidecarEntry, parse_record
+from beam_ckpt.sidecar import decode_sidecar
+from beam_ckpt.store import copy
+from beam_ckpt.testing.driven import DrivenCheckpoints, restored
+from beam_ckpt.transforms.columns import CellState, OperatorState
+from beam_ckpt.transforms.snapshot import SnapshotRecord
+from beam_ckpt.transforms.writer import WriteSidecarsFn
+
+GROUPS = 16
+SECOND = 1_000_000
+OPERATOR = OperatorState(
+    "totals",
+    StrUtf8Coder(),
+    GlobalWindows().get_window_coder(),
+    (CellState("value", "read_modify_write", BytesCoder()),),
+    False,
+)
+State = dict[str, bytes]
+
+
+def in_memory() -> CheckpointStore:
+    return open_store(f"memory://{uuid.uuid4().hex}")
+
+
+def record(key: str, value: bytes | None) -> tuple[int, bytes]:
+    """The key group and the record of a key; a value of None is a tombstone."""
+    made = SnapshotRecord(key.encode(), b"", value is None, 0, (value,), (), ())
+    return key_group(key.encode(), GROUPS), made.to_bytes()
+
+
+def first(job: DrivenCheckpoints, rng: random.Random, keys: int = 400) -> State:
+    """Saves so many keys, which are the bases of all key groups."""
+    state = {str(key): rng.randbytes(200) for key in range(keys)}
+    job.checkpoint(SECOND, [record(key, value) for key, value in state.items()])
+    return state
+
+
+def touch(
+    job: DrivenCheckpoints, rng: random.Random, state: State, epoch: int, keys: int
+) -> CheckpointManifest:
+    """Changes some keys, or deletes them, and takes a checkpoint of that; returns its manifest."""
+    records = []
+    for key in map(str, rng.sample(range(400), keys)):
+        value = None if rng.random() < 0.2 else rng.randbytes(200)
+        if value is not None:
+            state[key] = value
+        elif state.pop(key, None) is None:
+            continue
+        records.append(record(key, value))
+    (result,) = job.checkpoint((epoch + 2) * SECOND, records)
+    manifest = job._committer._store.load_by_id(result.id)
+    assert manifest is not None
+    return manifest
+
+
+def values(store: CheckpointStore, manifest: CheckpointManifest) -> State:
+    found = {}
+    for key, data in restored(store, OPERATOR, manifest):
+        assert key not in found, "a key comes once"
+        (found[key],) = SnapshotRecord.from_bytes(data).cells
+    return found
+
+
+def slices(manifest: CheckpointManifest) -> list[SidecarEntry]:
+    return [entry for _, _, entry in manifest.sidecars() if entry.is_shared]
+
+
+def chain(epochs: int, **settings: int) -> Iterator[tuple[CheckpointStore, CheckpointManifest]]:
+    """Runs after each other, as many epochs; each checkpoint is looked at."""
+    rng, store = random.Random(epochs), in_memory()
+    job = DrivenCheckpoints(store, OPERATOR, GROUPS, keep=2, **settings)
+    state = first(job, rng)
+    for epoch in range(epochs):
+        if rng.random() < 0.1:
+            (*_, newest) = store.list_ids()
+            job = DrivenCheckpoints(store, OPERATOR, GROUPS, keep=2, base_id=newest, **settings)
+        manifest = touch(job, rng, state, epoch, keys=rng.choice([1, 5, 5, 60]))
+        assert values(store, manifest) == state
+        yield store, manifest
+
+
+def test_the_deltas_of_an_epoch_are_one_file_and_each_group_has_its_rows_of_it():
+    rng, store = random.Random(1), in_memory()
+    job = DrivenCheckpoints(store, OPERATOR, GROUPS)
+    state = first(job, rng)
+    before = {blob.key for blob in store.blobs.list("state/")}
+    manifest = touch(job, rng, state, 0, keys=50)
+    (new,) = {blob.key for blob in store.blobs.list("state/")} - before
+    assert {entry.path for entry in slices(manifest)} == {new}
+    assert len(slices(manifest)) > 10
+    assert values(store, manifest) == state
+    header, rows = decode_sidecar(store.blobs.get(new)[0], where=new)
+    assert (header.key_group, header.operator) == (None, "totals")
+    for _, group, entry in manifest.sidecars():
+        if entry.is_shared:
+            keys = rows["_key"].slice(entry.first_row, entry.rows).to_pylist()
+            assert [key_group(key, GROUPS) for key in keys] == [group] * entry.rows
+            assert keys == sorted(keys)
+
+
+def test_any_sql_engine_reads_a_shared_file(tmp_path: Path):
+    rng, store = random.Random(1), open_store(tmp_path)
+    job = DrivenCheckpoints(store, OPERATOR, GROUPS)
+    state = first(job, rng)
+    manifest = touch(job, rng, state, 0, keys=50)
+    path = str(tmp_path / "state" / "totals" / "shared" / "*.parquet")
+    query = "SELECT key, value FROM read_parquet($1) WHERE NOT _deleted"
+    found = dict(duckdb.execute(query, [path]).fetchall())
+    assert found == {key: state[key] for key in found}
+    assert len(found) > 30
+    with inspect.duckdb(store) as connection:
+        assert dict(connection.execute("SELECT key, value FROM totals").fetchall()) == state
+    (shared,) = {entry.path for entry in slices(manifest)}
+    (row,) = (r for r in inspect.files(store).to_pylist() if r["path"] == shared)
+    assert (row["key_group"], row["rows"]) == (None, slices(manifest)[0].file_rows)
+    assert row["checkpoints"] == [manifest.id]
+
+
+@pytest.mark.parametrize("settings", [{}, {"shared_delta_bytes": 1500}, {"max_files": 3}], ids=str)
+def test_every_checkpoint_restores_the_state_of_its_cut(settings: dict[str, int]):
+    """Small deltas, larger ones and bases in turn; what is left of shared files moves."""
+    moved, looked_up = 0, []
+    where_now = WriteSidecarsFn._where_now
+
+    def noted(self, uid, group, old):
+        looked_up.append(found := where_now(self, uid, group, old))
+        return found
+
+    with mock.patch.object(WriteSidecarsFn, "_where_now", noted):
+        for store, manifest in chain(40, **settings):
+            used: dict[str | None, int] = {}
+            for entry in slices(manifest):
+                used[entry.path] = used.get(entry.path, 0) + entry.rows
+                moved += entry.epoch != manifest.epoch and entry.path not in seen_before(store)
+            assert store.validate_checkpoint(manifest.id).valid
+            for entry in slices(manifest):
+                assert 2 * used[entry.path] >= (entry.file_rows or 0), "mostly not in use"
+            listed = {p for i in store.list_ids() for p in store.load_by_id(i).sidecar_paths()}
+            assert listed <= {blob.key for blob in store.blobs.list("state/")}
+    assert moved
+    assert None not in looked_up, "what has moved is found"
+
+
+def seen_before(store: CheckpointStore) -> set[str]:
+    """The paths in all checkpoints but the newest."""
+    return {p for i in store.list_ids()[:-1] for p in store.load_by_id(i).sidecar_paths()}
+
+
+def test_a_writer_finds_what_has_moved_since_it_was_listed():
+    """A run that has not written to a group since its start knows the group as it was then."""
+    rng, store = random.Random(7), in_memory()
+    job = DrivenCheckpoints(store, OPERATOR, GROUPS, keep=1)
+    state = first(job, rng)
+    base = touch(job, rng, state, 0, keys=100)
+    job = DrivenCheckpoints(store, OPERATOR, GROUPS, keep=1, base_id=base.id)
+    quiet = key_group(b"0", GROUPS)
+    old = [e for _, group, e in base.sidecars() if e.is_shared and group == quiet]
+    assert old
+    keys = [key for key in state if key_group(key.encode(), GROUPS) != quiet]
+    for epoch in range(1, 40):  # all others are written again and again
+        for key in keys:
+            state[key] = rng.randbytes(200)
+        records = [record(key, state[key]) for key in rng.sample(keys, 100)]
+        records += [record(key, state[key]) for key in keys]
+        job.checkpoint((epoch + 2) * SECOND, records)
+    assert not {e.path for e in old} & {b.key for b in store.blobs.list("state/")}, "it is gone"
+    state["0"] = b"at last"
+    looked_up = []
+    where_now = WriteSidecarsFn._where_now
+    with mock.patch.object(
+        WriteSidecarsFn,
+        "_where_now",
+        lambda *args: looked_up.append(found := where_now(*args)) or found,
+    ):
+        for epoch in range(40, 60):
+            state["0"] = b"%d" % epoch * 50
+            (result,) = job.checkpoint((epoch + 2) * SECOND, [record("0", state["0"])])
+    manifest = store.load_by_id(result.id)
+    assert manifest is not None
+    assert looked_up
+    assert values(store, manifest) == state
+
+
+@pytest.mark.parametrize("limit", [0, 100])
+def test_without_sharing_each_group_has_its_own_file(limit: int):
+    for _, manifest in chain(10, shared_delta_bytes=limit):
+        assert not slices(manifest)
+        assert manifest.version == 2
+
+
+def test_what_is_retained_is_bounded():
+    """Many groups of which few rows each are touched, for long."""
+    rng, store = random.Random(3), in_memory()
+    job = DrivenCheckpoints(store, OPERATOR, 64, keep=3)
+    state = {str(key): rng.randbytes(100) for key in range(6400)}
+    job.checkpoint(SECOND, [(int(key) % 64, record(key, v)[1]) for key, v in state.items()])
+    full = sum(blob.size for blob in store.blobs.list("state/"))
+    most = 0
+    for epoch in range(150):
+        for key in map(str, rng.sample(range(6400), 64)):
+            state[key] = rng.randbytes(100)
+            job.add(int(key) % 64, (epoch + 2) * SECOND, record(key, state[key])[1])
+        job.write((epoch + 2) * SECOND)
+        (result,) = job.commit((epoch + 2) * SECOND)
+        most = max(most, sum(blob.size for blob in store.blobs.list("state/")))
+    manifest = store.load_by_id(result.id)
+    assert manifest is not None
+    assert values(store, manifest) == state
+    assert most <= 2.5 * full, f"{most / full:.2f} times a full checkpoint"
+
+
+# ----------------------------------------------------------------------------- what goes wrong
+
+
+def two(store: CheckpointStore) -> tuple[State, CheckpointManifest, str]:
+    """A full checkpoint and a delta; the path of the file that groups share."""
+    rng = random.Random(1)
+    job = DrivenCheckpoints(store, OPERATOR, GROUPS)
+    state = first(job, rng)
+    manifest = touch(job, rng, state, 0, keys=20)
+    (path,) = {entry.path for entry in slices(manifest)}
+    assert path is not None
+    return state, manifest, path
+
+
+@pytest.mark.parametrize("damage", ["missing", "flipped"])
+def test_damage_is_named_once_with_the_key_groups_that_it_is_of(damage: str):
+    store = in_memory()
+    _, manifest, path = two(store)
+    data = store.blobs.get(path)[0]
+    store.blobs.delete_many([path])
+    if damage == "flipped":
+        store.blobs.put(path, data[:99] + bytes([data[99] ^ 1]) + data[100:])
+    (issue,) = store.validate_checkpoint(manifest.id, deep=True).issues
+    groups = sorted({g for _, g, e in manifest.sidecars() if e.is_shared})
+    assert issue.startswith("operator 'totals', key groups ")
+    named = issue.removeprefix("operator 'totals', key groups ").split(": ")[0]
+    spelled = [
+        group
+        for part in named.split(", ")
+        for group in range(int(part.split("-")[0]), int(part.split("-")[-1]) + 1)
+    ]
+    assert spelled == groups
+    assert store.recover_latest_validated(deep=True).chosen_id == manifest.id - 1
+    with pytest.raises(CheckpointError):
+        values(store, manifest)
+
+
+def test_a_slice_is_read_of_a_shared_file_only_and_within_it():
+    store = in_memory()
+    _, manifest, path = two(store)
+    data = store.blobs.get(path)[0]
+    rows = slices(manifest)[0].file_rows or 0
+    for wrong in ((0, rows + 1), (rows, 1), (-1, 1), (2, -1)):
+        with pytest.raises(InvalidCheckpointError, match="rows"):
+            decode_sidecar(data, where="a test", rows=wrong)
+    base = next(e for _, _, e in manifest.sidecars() if not e.is_shared)
+    with pytest.raises(InvalidCheckpointError, match="to be shared"):
+        decode_sidecar(store.read_sidecar(base), where="a test", rows=(0, 1))
+    for _, _, entry in manifest.sidecars():
+        if entry.is_shared:
+            key = decode_sidecar(data, where="a test", rows=entry.row_range)[1]["_key"][0].as_py()
+            one = decode_sidecar(data, where="a test", rows=entry.row_range, key=key)[1]
+            assert one["_key"].to_pylist() == [key]
+
+
+def test_a_commit_that_dies_after_the_shared_file_leaves_one_that_gc_finds():
+    store, rng = in_memory(), random.Random(1)
+    job = DrivenCheckpoints(store, OPERATOR, GROUPS)
+    state = first(job, rng)
+    for key in "1", "2", "3":
+        state[key] = b"new"
+        job.add(record(key, b"new")[0], 2 * SECOND, record(key, b"new")[1])
+    job.write(2 * SECOND)
+    kept = list(job._news.items)
+    progress = job._progress.value
+    with (
+        mock.patch.object(type(store), "save", side_effect=OSError("gone")),
+        pytest.raises(OSError),
+    ):
+        job.commit(2 * SECOND)
+    job._news.items, job._progress.value = kept, progress  # the bundle is tried again
+    (result,) = job.commit(2 * SECOND)
+    manifest = store.load_by_id(result.id)
+    assert manifest is not None
+    assert values(store, manifest) == state
+    shared = [b.key for b in store.blobs.list("state/") if "/shared/" in b.key]
+    assert len(shared) == 2
+    store.claim_generation("a-later-run")
+    report = store.gc(grace_s=0)
+    assert {*shared} - {slices(manifest)[0].path} == {garbage.key for garbage in report.deleted}
+    assert values(store, manifest) == state
+
+
+def test_a_shared_file_goes_with_the_last_checkpoint_that_lists_it():
+    rng, store = random.Random(5), in_memory()
+    job = DrivenCheckpoints(store, OPERATOR, GROUPS, keep=1)
+    state = first(job, rng)
+    for epoch in range(40):
+        manifest = touch(job, rng, state, epoch, keys=20)
+        there = {blob.key for blob in store.blobs.list("state/")}
+        assert manifest.sidecar_paths() == there, "what one checkpoint lists, and no more"
+
+
+def test_a_copy_has_it_once_and_restores(tmp_path: Path):
+    store = in_memory()
+    state, manifest, _ = two(store)
+    there = open_store(tmp_path)
+    copy(store, there)
+    assert there.validate_checkpoint(manifest.id, deep=True).valid
+    assert len([b for b in there.blobs.list("state/") if "/shared/" in b.key]) == 1
+    copied = there.load_by_id(manifest.id)
+    assert copied is not None
+    assert values(there, copied) == state
+    artifacts = store.load_checkpoint_artifacts(manifest.id)
+    assert artifacts is not None
+    assert artifacts.validate(manifest.id).valid
+    assert (
+        sum(len(c.data) for c in artifacts.state if c.first_row is None) < manifest.total_size_bytes
+    )
+
+
+def test_a_key_is_forgotten_in_shared_files_and_all_others_stay():
+    """Also where its row is of no slice any more, but still in the file."""
+    rng, store = random.Random(9), in_memory()
+    job = DrivenCheckpoints(store, OPERATOR, GROUPS, keep=4)
+    state = first(job, rng)
+    state["7"] = b"a secret of seven"
+    for epoch in range(6):
+        state["7"] = state["7"] + b"."
+        records = [record("7", state["7"])]
+        for key in map(str, rng.sample(range(20, 400), 40)):
+            state[key] = rng.randbytes(200)
+            records.append(record(key, state[key]))
+        job.checkpoint((epoch + 2) * SECOND, records)
+    before = {m.boundary: values(store, m) for i in store.list_ids() if (m := store.load_by_id(i))}
+    report = forget(store, "totals", "7")
+    assert report.rows > 0
+    for id in store.list_ids():
+        manifest = store.load_by_id(id)
+        assert manifest is not None
+        assert store.validate_checkpoint(id, deep=True).valid
+        expected = {k: v for k, v in before[manifest.boundary].items() if k != "7"}
+        assert values(store, manifest) == expected
+    for blob in store.blobs.list("state/"):
+        rows = decode_sidecar(store.blobs.get(blob.key)[0], where=blob.key)[1]
+        assert b"7" not in rows["_key"].to_pylist()
+
+
+# -------------------------------------------------------------------------- the manifest itself
+
+
+def stored() -> dict:
+    _, manifest, _ = two(in_memory())
+    return json.loads(manifest.to_json())
+
+
+def test_the_manifest_tells_of_a_shared_file_once_and_comes_back():
+    _, manifest, path = two(in_memory())
+    text = manifest.to_json()
+    assert text.count(path.encode()) == 1
+    assert manifest.version == 3
+    again = parse_record(CheckpointManifest, text, where="a test", limit=1 << 24)
+    assert again.to_json() == text
+    assert [*again.sidecars()] == [*manifest.with_phase("prepared").sidecars()]
+    assert manifest.total_size_bytes == sum(e.size_bytes for _, _, e in manifest.pieces())
+
+
+def no_such_file(m: dict, chain: list) -> None:
+    chain[-1][0] = 7
+
+
+def negative_file(m: dict, chain: list) -> None:
+    chain[-1][0] = -1
+
+
+def overlapping(m: dict, chain: list) -> None:
+    chain[-1][1] += 1
+
+
+def beyond_the_file(m: dict, chain: list) -> None:
+    chain[-1][1] = 10**6
+
+
+def too_short(m: dict, chain: list) -> None:
+    chain[-1] = chain[-1][:3]
+
+
+def no_slice(m: dict, chain: list) -> None:
+    chain[-1] = [0, "1", None, {}]
+
+
+def of_nobody(m: dict, chain: list) -> None:
+    m["operators"]["totals"]["shared"].append(dict(m["operators"]["totals"]["shared"][0]))
+
+
+def no_files(m: dict, chain: list) -> None:
+    m["operators"]["totals"]["shared"] = "all"
+
+
+def also_alone(m: dict, chain: list) -> None:
+    base = next(s for s in chain if isinstance(s, dict))
+    base["path"] = m["operators"]["totals"]["shared"][0]["path"]
+
+
+def of_version_2(m: dict, chain: list) -> None:
+    m["version"] = 2
+
+
+def climbing(m: dict, chain: list) -> None:
+    m["operators"]["totals"]["shared"][0]["path"] = "state/../../etc/passwd"
+
+
+def no_such_origin(m: dict, chain: list) -> None:
+    chain[-1][3] = "x" * 8
+
+
+def millions(m: dict, chain: list) -> None:
+    chain += [chain[-1]] * 400_000
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        no_such_file,
+        negative_file,
+        overlapping,
+        beyond_the_file,
+        too_short,
+        no_slice,
+        of_nobody,
+        no_files,
+        also_alone,
+        of_version_2,
+        climbing,
+        no_such_origin,
+        millions,
+    ],
+)
+def test_what_cannot_be_is_refused(spoil):
+    manifest = stored()
+    partitions = manifest["operators"]["totals"]["partitions"]
+    chain = next(p["sidecars"] for p in partitions if isinstance(p["sidecars"][-1], list))
+    spoil(manifest, chain)
+    data = json.dumps(manifest).encode()
+    with pytest.raises((InvalidCheckpointError, StoreUrlError)):
+        parse_record(CheckpointManifest, data, where="a test", limit=1 << 24)
