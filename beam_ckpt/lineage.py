@@ -251,12 +251,12 @@ def to_share(
         in_use: dict[str | None, int] = {}
         for piece in _pieces(uid, operator):
             if piece.entry.is_shared:
-                in_use[piece.entry.path] = in_use.get(piece.entry.path, 0) + piece.entry.rows
+                in_use[piece.entry.path] = in_use.get(piece.entry.path, 0) + piece.entry.own_bytes
         pieces = [
             piece
             for piece in _pieces(uid, operator)
             if (
-                2 * in_use[piece.entry.path] < (piece.entry.file_rows or 0)
+                2 * in_use[piece.entry.path] < piece.entry.size_bytes
                 if piece.entry.is_shared
                 else (uid, piece.key_group, piece.entry.sha256) in fresh
             )

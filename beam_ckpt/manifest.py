@@ -205,8 +205,8 @@ class SidecarEntry(_Later):
 
     Or rows of a file that several key groups share, one after the other: a slice of it. Size and
     checksums are then those of the whole file. In the stored manifest an operator lists its shared
-    files once, and a slice is ``[file, first_row, rows, origin]``, with its `boundary` and `epoch`
-    after these where they are not those of the file.
+    files once, and a slice is ``[file, first_row, rows, slice_bytes, origin]``, with its `boundary`
+    and `epoch` after these where they are not those of the file.
 
     Attributes:
         path: Relative to the root of the store (of the participant's tree).
@@ -220,6 +220,7 @@ class SidecarEntry(_Later):
         sha256: Of the same bytes, 64 lowercase hex digits.
         first_row: Of a slice: where in the file its rows begin; `None` for what is not shared.
         file_rows: Of a slice: how many rows the file has.
+        slice_bytes: Of a slice: about how many of the file's bytes are for its rows.
         origin: Of a slice: the first 8 hex digits of the SHA-256 of what its writer made, by which
             the writer knows it, wherever it has come to lie.
         appended_bytes: About how many bytes are items that were added to bags, and so take the
@@ -237,21 +238,27 @@ class SidecarEntry(_Later):
     sha256: Sha256
     first_row: U64 | None = None
     file_rows: U64 | None = None
+    slice_bytes: U64 | None = None
     origin: Origin | None = None
     appended_bytes: U64 = 0
 
     _omitted: ClassVar[Mapping[str, object]] = {
         "first_row": None,
         "file_rows": None,
+        "slice_bytes": None,
         "origin": None,
         "appended_bytes": 0,
     }
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        slices = {self.first_row is None, self.file_rows is None, self.origin is None}
-        if len(slices) != 1 or (self.is_shared and self.path is None):
-            raise ValueError("a slice has a path, first_row, file_rows and origin, all of them")
+        told = (self.first_row, self.file_rows, self.slice_bytes, self.origin)
+        if len({value is None for value in told}) != 1 or (self.is_shared and self.path is None):
+            raise ValueError(
+                "a slice has a path, first_row, file_rows, slice_bytes and origin, all of them"
+            )
+        if (self.slice_bytes or 0) > self.size_bytes:
+            raise ValueError(f"{self.slice_bytes} bytes of a file of {self.size_bytes}")
         if self.is_shared and sum(self.row_range) > (self.file_rows or 0):
             raise ValueError(
                 f"rows {self.first_row} and {self.rows} on, of a file of {self.file_rows} rows"
@@ -285,9 +292,7 @@ class SidecarEntry(_Later):
     @property
     def own_bytes(self) -> int:
         """Its size in bytes; of a slice, what its rows come to of the file's."""
-        if not self.file_rows:
-            return self.size_bytes
-        return -(-self.size_bytes * self.rows // self.file_rows)
+        return self.size_bytes if self.slice_bytes is None else self.slice_bytes
 
     @property
     def identity(self) -> str:
@@ -670,7 +675,7 @@ def _tell_shared_once(operator: dict[str, Any]) -> None:
             files[number] |= {name: entry[name] for name in ("boundary", "epoch")}
     for chain, i, entry in slices:
         number = numbers[entry["path"]]
-        told = [number, entry["first_row"], entry["rows"], entry["origin"]]
+        told = [number, *(entry[n] for n in ("first_row", "rows", "slice_bytes", "origin"))]
         at = [entry["boundary"], entry["epoch"]]
         if at != [files[number]["boundary"], files[number]["epoch"]]:
             told += at
@@ -691,25 +696,31 @@ def _spell_out_shared(operator: object, room: int) -> int:
     if not isinstance(operator, dict) or "shared" not in operator:
         return room
     files, used = operator.pop("shared"), set[int]()
-    if not isinstance(files, list) or not all(isinstance(file, dict) for file in files):
-        raise ValueError("shared: not a list of files")
-    sizes = [len(str(file)) + 100 for file in files]
-    for partition in operator.get("partitions") or ():
+    fields = {*_OF_FILE, "boundary", "epoch", "rows"}
+    if not isinstance(files, list) or not all(
+        isinstance(file, dict) and file.keys() == fields for file in files
+    ):
+        raise ValueError(f"shared: not a list of files, each with {sorted(fields)}")
+    if len({str(file["path"]) for file in files}) != len(files):
+        raise ValueError("shared: a file is there twice")
+    sizes = [len(_canonical(file)) + 100 for file in files]
+    partitions = operator.get("partitions")
+    for partition in partitions if isinstance(partitions, list) else ():
         chain = partition.get("sidecars") if isinstance(partition, dict) else None
         for i, told in enumerate(chain if isinstance(chain, list) else ()):
             if not isinstance(told, list):
                 continue
-            if len(told) not in (4, 6) or type(told[0]) is not int or not 0 <= told[0] < len(files):
+            if len(told) not in (5, 7) or type(told[0]) is not int or not 0 <= told[0] < len(files):
                 raise ValueError(f"a slice {str(told)[:100]} of {len(files)} shared files")
             file = dict(files[told[0]])
             room -= sizes[told[0]]
             if room < 0:
                 raise ValueError("more slices of shared files than a record can hold")
             used.add(told[0])
-            file["file_rows"] = file.get("rows")
-            file["first_row"], file["rows"], file["origin"] = told[1:4]
-            if len(told) == 6:
-                file["boundary"], file["epoch"] = told[4:]
+            file["file_rows"] = file["rows"]
+            file["first_row"], file["rows"], file["slice_bytes"], file["origin"] = told[1:5]
+            if len(told) == 7:
+                file["boundary"], file["epoch"] = told[5:]
             assert isinstance(chain, list)
             chain[i] = file
     if len(used) != len(files):
@@ -849,7 +860,7 @@ def _spelled_out(raw: dict[str, Any]) -> str:
     operators, room = raw.get("operators"), _MAX_SPELLED_OUT
     for operator in operators.values() if isinstance(operators, dict) else ():
         room = _spell_out_shared(operator, room)
-    return json.dumps(raw)
+    return json.dumps(raw, ensure_ascii=False)
 
 
 def _stop_at_first(cls: type[BaseModel], raw: object, at: str) -> None:

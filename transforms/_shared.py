@@ -27,10 +27,12 @@ class SharedPart:
 
     Attributes:
         pieces: What it is made of, in order.
+        sizes: Of the rows of each in memory, in bytes.
         rows: Their rows, one after the other.
     """
 
     pieces: Sequence[Piece]
+    sizes: Sequence[int]
     rows: pa.Table
 
     def encoded(self, operator: OperatorState, boundary: int | None) -> bytes:
@@ -40,8 +42,8 @@ class SharedPart:
 
     def listed(self, file: SidecarEntry) -> list[Piece]:
         """Returns the pieces as slices of the file."""
-        slices, first = [], 0
-        for piece in self.pieces:
+        slices, first, total = [], 0, max(sum(self.sizes), 1)
+        for piece, size in zip(self.pieces, self.sizes, strict=True):
             entry = piece.entry
             update = {
                 "path": file.path,
@@ -51,6 +53,7 @@ class SharedPart:
                 "sha256": file.sha256,
                 "first_row": first,
                 "file_rows": file.rows,
+                "slice_bytes": -(-file.size_bytes * size // total),
                 "origin": entry.origin or entry.sha256[:8],
             }
             slices.append(replace(piece, entry=entry.model_copy(update=update)))
@@ -73,7 +76,7 @@ def shared_parts(
     """
     held: list[Piece] = []
     tables: list[pa.Table] = []
-    size = 0
+    sizes: list[int] = []
     old: tuple[str | None, bytes] = None, b""
     for piece in pieces:
         entry = piece.entry
@@ -87,14 +90,14 @@ def shared_parts(
                 f"{where} has {len(table)} rows, expected {entry.rows}: start again from the last "
                 "checkpoint."
             )
-        if held and size + table.nbytes > SHARED_FILE_BYTES:
-            yield SharedPart(held, _together(operator, tables))
-            held, tables, size = [], [], 0
+        if held and sum(sizes) + table.nbytes > SHARED_FILE_BYTES:
+            yield SharedPart(held, sizes, _together(operator, tables))
+            held, tables, sizes = [], [], []
         held.append(piece)
         tables.append(table)
-        size += table.nbytes
+        sizes.append(table.nbytes)
     if held:
-        yield SharedPart(held, _together(operator, tables))
+        yield SharedPart(held, sizes, _together(operator, tables))
 
 
 def _together(operator: OperatorState, tables: Sequence[pa.Table]) -> pa.Table:

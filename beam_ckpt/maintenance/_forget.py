@@ -480,15 +480,18 @@ class _Forgetting:
         if not entry.is_shared:
             return written
         first, rows = entry.row_range
+        left = rows - self._rows_in(entry)
+        own = entry.own_bytes * left // max(rows, 1)
         return entry.model_copy(
             update={
+                "slice_bytes": min(own, written.size_bytes),
                 "path": written.path,
                 "size_bytes": written.size_bytes,
                 "crc32c": written.crc32c,
                 "sha256": written.sha256,
                 "file_rows": written.rows,
                 "first_row": first - self._before(entry, first),
-                "rows": rows - self._rows_in(entry),
+                "rows": left,
             }
         )
 

@@ -150,11 +150,11 @@ def test_every_checkpoint_restores_the_state_of_its_cut(settings: dict[str, int]
         for store, manifest in chain(40, **settings):
             used: dict[str | None, int] = {}
             for entry in slices(manifest):
-                used[entry.path] = used.get(entry.path, 0) + entry.rows
+                used[entry.path] = used.get(entry.path, 0) + entry.own_bytes
                 moved += entry.epoch != manifest.epoch and entry.path not in seen_before(store)
             assert store.validate_checkpoint(manifest.id).valid
             for entry in slices(manifest):
-                assert 2 * used[entry.path] >= (entry.file_rows or 0), "mostly not in use"
+                assert 2 * used[entry.path] >= entry.size_bytes, "mostly not in use"
             listed = {p for i in store.list_ids() for p in store.load_by_id(i).sidecar_paths()}
             assert listed <= {blob.key for blob in store.blobs.list("state/")}
     assert moved
@@ -222,6 +222,38 @@ def test_what_is_retained_is_bounded():
             job.add(int(key) % 64, (epoch + 2) * SECOND, record(key, state[key])[1])
         job.write((epoch + 2) * SECOND)
         (result,) = job.commit((epoch + 2) * SECOND)
+        most = max(most, sum(blob.size for blob in store.blobs.list("state/")))
+    manifest = store.load_by_id(result.id)
+    assert manifest is not None
+    assert values(store, manifest) == state
+    assert most <= 2.5 * full, f"{most / full:.2f} times a full checkpoint"
+
+
+@pytest.mark.parametrize("settings", [{}, {"shared_delta_bytes": 0}], ids=str)
+def test_what_is_retained_is_bounded_where_rows_are_of_all_sizes(settings: dict[str, int]):
+    """A large row that nobody has any more, beside a small one in use, is not half in use."""
+    rng, store = random.Random(4), in_memory()
+    job = DrivenCheckpoints(store, OPERATOR, GROUPS, keep=1, **settings)
+    state = {
+        f"{group}-{key}": b"" for group in range(GROUPS) for key in range(100 if group else 10)
+    }
+
+    def value(key: str) -> bytes:
+        return rng.randbytes(100 if group_of(key) else 14_000)
+
+    def group_of(key: str) -> int:
+        return int(key.split("-")[0])
+
+    def saved(key: str) -> tuple[int, bytes]:
+        state[key] = value(key)
+        return group_of(key), record(key, state[key])[1]
+
+    job.checkpoint(SECOND, [saved(key) for key in [*state]])
+    full = sum(blob.size for blob in store.blobs.list("state/"))
+    most = 0
+    for epoch in range(100):
+        touched = [f"0-{rng.randrange(10)}", f"{rng.randrange(1, GROUPS)}-{rng.randrange(100)}"]
+        (result,) = job.checkpoint((epoch + 2) * SECOND, map(saved, touched))
         most = max(most, sum(blob.size for blob in store.blobs.list("state/")))
     manifest = store.load_by_id(result.id)
     assert manifest is not None
@@ -432,7 +464,24 @@ def climbing(m: dict, chain: list) -> None:
 
 
 def no_such_origin(m: dict, chain: list) -> None:
-    chain[-1][3] = "x" * 8
+    chain[-1][4] = "x" * 8
+
+
+def more_bytes_than_the_file(m: dict, chain: list) -> None:
+    chain[-1][3] = 10**6
+
+
+def no_list(m: dict, chain: list) -> None:
+    m["operators"]["totals"]["partitions"] = 5
+
+
+def other_fields(m: dict, chain: list) -> None:
+    m["operators"]["totals"]["shared"][0]["first_row"] = 0
+
+
+def twice(m: dict, chain: list) -> None:
+    m["operators"]["totals"]["shared"] *= 2
+    chain[-1][0] = 1
 
 
 def millions(m: dict, chain: list) -> None:
@@ -454,6 +503,10 @@ def millions(m: dict, chain: list) -> None:
         of_version_2,
         climbing,
         no_such_origin,
+        more_bytes_than_the_file,
+        no_list,
+        other_fields,
+        twice,
         millions,
     ],
 )
