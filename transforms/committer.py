@@ -481,7 +481,7 @@ class CommitFn(ClockedDoFn):
     def _as_file(self, sidecar: NewSidecar | Piece) -> SidecarEntry:
         """Writes what came inline as a file of its key group."""
         entry = sidecar.entry
-        return self._store.write_sidecar(
+        written = self._store.write_sidecar(
             operator=sidecar.operator,
             key_group=sidecar.key_group,
             boundary=entry.boundary,
@@ -490,6 +490,7 @@ class CommitFn(ClockedDoFn):
             kind=entry.kind,
             rows=entry.rows,
         )
+        return written.model_copy(update={"appended_bytes": entry.appended_bytes})
 
     def _own(self, checkpoint_id: int, run: RunIdentity) -> CheckpointManifest | None:
         """The manifest of that id, if it is this run's."""

@@ -585,6 +585,10 @@ def test_a_growing_bag_costs_its_items_and_not_itself() -> None:
         deltas += len(encode_sidecar(operator.to_table([record]), header))
         (result,) = job.checkpoint(10 * (epoch + 1) * SECOND, [(0, record.to_bytes())])
         written += result.size_bytes
+        manifest = store.load_by_id(result.id)
+        assert manifest is not None
+        for _, _, entry in manifest.sidecars():  # what a later run knows of it
+            assert 2 * entry.appended_bytes > entry.size_bytes or entry.kind == "full"
     retained = sum(blob.size for blob in store.blobs.list("state/"))
     print(f"{items} bytes of items, {deltas} as deltas, {written} written, {retained} retained")
     assert deltas <= 1.5 * items
