@@ -42,7 +42,7 @@ __all__ = [
     "to_share",
 ]
 
-_DELTAS_OF_BASE = 0.4
+_DELTAS_OF_BASE = 0.375
 """Deltas above this part of their base become a new base.
 
 Items that were added to bags do not count: they take the place of nothing, so that a new base would

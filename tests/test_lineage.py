@@ -34,9 +34,9 @@ def chain(base: int, *deltas: int) -> list[SidecarEntry]:
         ([], 5, 0),  # nothing to build on
         (chain(1000), 5, 1),
         (chain(1000, 5, 5, 5, 5, 5, 5), 5, 7),  # there is room
-        (chain(1000, 390), 10, 2),  # just not too much for the base
-        (chain(1000, 391), 10, 0),
-        ([entry("full", 500), entry("full", 501), entry("delta", 350)], 50, 3),  # a base in two
+        (chain(1000, 365), 10, 2),  # just not too much for the base
+        (chain(1000, 366), 10, 0),
+        ([entry("full", 500), entry("full", 501), entry("delta", 330)], 45, 3),  # a base in two
         (chain(1000, 100, 49, 24, 12, 6, 3), 1, 7),  # the eighth file is the last that may be
         (chain(9000, 600, 300, 150, 70, 30, 12, 5), 1, 7),  # so the last one is swallowed
         (chain(9000, 600, 300, 150, 70, 30, 6, 5), 1, 6),  # and with it what is no larger then
@@ -51,7 +51,7 @@ def test_a_full_chain_s_new_delta_swallows_those_that_are_no_larger(files, new, 
 def test_what_only_adds_to_bags_makes_no_new_base():
     appended = [entry("delta", 900).model_copy(update={"appended_bytes": 800})]
     assert files_to_keep([*chain(1000), *appended], 350, 8) == 0  # 100 + 350
-    assert files_to_keep([*chain(1000), *appended], 350, 8, appended_bytes=50) == 2
+    assert files_to_keep([*chain(1000), *appended], 350, 8, appended_bytes=80) == 2
     assert files_to_keep(chain(1000), 5000, 8, appended_bytes=5000) == 1
 
 
