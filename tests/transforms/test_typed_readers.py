@@ -8,11 +8,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Optional
 
-import duckdb
-import pandas as pd
-import polars as pl
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from apache_beam import coders
 from apache_beam.coders.coders import (
@@ -28,9 +24,8 @@ from apache_beam.utils.timestamp import MAX_TIMESTAMP, MIN_TIMESTAMP, Timestamp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from beam_ckpt.sidecar import decode_sidecar, encode_sidecar
 from beam_ckpt.transforms.columns import CellState, OperatorState
-from beam_ckpt.transforms.snapshot import SnapshotRecord
+from tests.transforms.four_readers import tables, write
 
 
 @dataclasses.dataclass
@@ -83,10 +78,6 @@ KINDS: dict[str, tuple[Coder, st.SearchStrategy[Any]]] = {
 }
 
 
-_DUCKDB = duckdb.connect()
-_DUCKDB.execute("SET TimeZone = 'UTC'; SET threads = 1")
-
-
 def same(value: Any) -> Any:
     """A value as all readers have it: floats by their bits, mappings and structs as pairs."""
     if isinstance(value, float):
@@ -124,16 +115,8 @@ def instants(table: pa.Table) -> pa.Table:
 
 def readings(path: Path, column: str) -> dict[str, list[Any]]:
     """What each of the four says of a column of a file."""
-    arrow = pq.read_table(path, columns=[column])
-    frame = pd.read_parquet(path, columns=[column], dtype_backend="pyarrow")
-    quoted = f"SELECT {column} FROM read_parquet('{path}')"
-    tables = {
-        "pyarrow": arrow,
-        "pandas": pa.Table.from_pandas(frame, preserve_index=False),
-        "polars": pl.read_parquet(path, columns=[column]).to_arrow(),
-        "duckdb": _DUCKDB.sql(quoted).to_arrow_table(),
-    }
-    return {name: instants(table)[column].to_pylist() for name, table in tables.items()}
+    found = tables(path, column)
+    return {name: instants(table)[column].to_pylist() for name, table in found.items()}
 
 
 def normalised(kind: str, column: str, values: list[Any]) -> list[Any]:
@@ -148,23 +131,6 @@ def normalised(kind: str, column: str, values: list[Any]) -> list[Any]:
     if column == "many":
         return [None if v is None else [one(item) for item in v] for v in values]
     return [one(value) for value in values]
-
-
-def write(path: Path, coder: Coder, values: list[Any]) -> OperatorState:
-    cells = (CellState("one", "read_modify_write", coder), CellState("many", "bag", coder))
-    window = coders.coders.GlobalWindowCoder()
-    operator = OperatorState("op", coders.BytesCoder(), window, cells, False)
-    encoded = [coder.encode(value) for value in values]
-    records = [
-        SnapshotRecord(b"%04d" % i, b"", False, 0, (value, ()), (), ())
-        for i, value in enumerate(encoded)
-    ]
-    records.append(SnapshotRecord(b"x", b"", False, 0, (None, tuple(encoded)), (), ()))
-    header = operator.header(key_group=0, boundary=None, kind="full")
-    data = encode_sidecar(operator.to_table(records), header)
-    path.write_bytes(data)
-    assert list(operator.to_records(decode_sidecar(data, where="a test")[1])) == records
-    return operator
 
 
 @pytest.mark.parametrize("kind", KINDS)

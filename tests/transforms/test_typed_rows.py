@@ -14,12 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 import apache_beam as beam
-import duckdb
 import numpy as np
-import pandas as pd
-import polars as pl
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from apache_beam import coders
 from apache_beam.portability.api import schema_pb2
@@ -40,11 +36,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from beam_ckpt import errors, inspect, open_store
-from beam_ckpt.sidecar import decode_sidecar, encode_sidecar
 from beam_ckpt.testing.cuts import run_checkpointed
 from beam_ckpt.transforms import ReadState, WriteState
-from beam_ckpt.transforms.columns import CellState, OperatorState
-from beam_ckpt.transforms.snapshot import SnapshotRecord
+from tests.transforms.four_readers import tables, write
 
 # ruff: noqa: UP045  Beam takes `int | None` for Any.
 
@@ -268,40 +262,8 @@ def bits(value: Any) -> Any:
     return struct.pack(">d", value) if isinstance(value, float) else value
 
 
-def cells_of(coder: coders.Coder) -> tuple[CellState, ...]:
-    return CellState("one", "read_modify_write", coder), CellState("many", "bag", coder)
-
-
-def write(path: Path, coder: coders.Coder, values: list[Any]) -> pa.Schema:
-    """A sidecar with a row for each value, and one with them all in a bag; each comes back."""
-    window = coders.coders.GlobalWindowCoder()
-    operator = OperatorState("op", coders.BytesCoder(), window, cells_of(coder), False)
-    encoded = [coder.encode(value) for value in values]
-    records = [
-        SnapshotRecord(b"%04d" % i, b"", False, 0, (value, ()), (), ())
-        for i, value in enumerate(encoded)
-    ]
-    records.append(SnapshotRecord(b"x", b"", False, 0, (None, tuple(encoded)), (), ()))
-    header = operator.header(key_group=0, boundary=None, kind="full")
-    data = encode_sidecar(operator.to_table(records), header)
-    path.write_bytes(data)
-    assert list(operator.to_records(decode_sidecar(data, where="a test")[1])) == records
-    return operator.schema
-
-
-_DUCKDB = duckdb.connect()
-_DUCKDB.execute("SET TimeZone = 'UTC'; SET threads = 1")
-
-
 def readings(path: Path, column: str) -> dict[str, list[Any]]:
-    frame = pd.read_parquet(path, columns=[column], dtype_backend="pyarrow")
-    tables = {
-        "pyarrow": pq.read_table(path, columns=[column]),
-        "pandas": pa.Table.from_pandas(frame, preserve_index=False),
-        "polars": pl.read_parquet(path, columns=[column]).to_arrow(),
-        "duckdb": _DUCKDB.sql(f"SELECT {column} FROM read_parquet('{path}')").to_arrow_table(),
-    }
-    return {name: table[column].to_pylist() for name, table in tables.items()}
+    return {name: table[column].to_pylist() for name, table in tables(path, column).items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -314,7 +276,7 @@ def test_four_readers_read_the_fields_of_a_row_as_the_dofn_had_them(
     @settings(max_examples=15)
     @given(st.lists(values, min_size=1, max_size=8))
     def check(held: list[Any]) -> None:
-        schema = write(path, coder, held)
+        schema = write(path, coder, held).schema
         item = schema.field("one").type
         expected = [meant(value, item) for value in held]
         for reader, found in readings(path, "one").items():
@@ -333,7 +295,7 @@ def test_each_field_has_a_column_type_of_its_own(tmp_path: Path) -> None:
     def many(kind: pa.DataType) -> pa.DataType:
         return pa.list_(pa.field("element", kind))
 
-    kind = write(tmp_path / "trip.parquet", KINDS["dataclass"][0], []).field("one").type
+    kind = write(tmp_path / "trip.parquet", KINDS["dataclass"][0], []).schema.field("one").type
     assert {field.name: field.type for field in kind} == {
         "name": pa.string(), "raw": pa.binary(), "seats": pa.int64(), "small": pa.int32(),
         "short": pa.int16(), "speed": pa.float64(), "slow": pa.float32(), "done": pa.bool_(),
@@ -346,7 +308,7 @@ def test_each_field_has_a_column_type_of_its_own(tmp_path: Path) -> None:
         "places": pa.map_(pa.string(), stop), "known": pa.map_(pa.string(), pa.float64()),
         "maybe": pa.map_(pa.string(), pa.int64()),
     }  # fmt: skip
-    kind = write(tmp_path / "foreign.parquet", FOREIGN, []).field("one").type
+    kind = write(tmp_path / "foreign.parquet", FOREIGN, []).schema.field("one").type
     assert {field.name: field.type for field in kind} == {
         "code": pa.binary(), "rest": pa.binary(), "state": pa.string(), "city": pa.string(),
         "at": pa.timestamp("ms", "UTC"),
@@ -371,7 +333,8 @@ def test_what_beam_has_no_type_for_makes_a_row_bytes(tmp_path: Path) -> None:
     for row in (Loose, Elapsed):
         coder = coders.RowCoder.from_type_hint(row, coders.registry)
         value = coder.encode(row(None))
-        kind = write(tmp_path / "loose.parquet", coder, [coder.decode(value)]).field("one").type
+        operator = write(tmp_path / "loose.parquet", coder, [coder.decode(value)])
+        kind = operator.schema.field("one").type
         assert pa.types.is_binary(kind), row
     with pytest.raises(TypeError, match="Could not determine schema"):
         coders.RowCoder.from_type_hint(Frozen, coders.registry)
