@@ -179,6 +179,38 @@ class KeepOnBothSides(RetentionPolicy):
 
 
 @dataclass(frozen=True)
+class KeepForRetry(RetentionPolicy):
+    """A policy, and besides what is needed to publish once more what was just published.
+
+    A bundle that has published and pruned may fail at its end. Its retry stands on the checkpoint
+    that it stood on, and finds what it has published.
+
+    Attributes:
+        policy: What is kept anyway.
+        base: Id of the checkpoint that the bundle stood on when it began; `None` for none.
+        generation: Of the run: all that it has published since then is kept.
+    """
+
+    policy: RetentionPolicy
+    base: int | None
+    generation: int
+
+    def keep(self, checkpoints: Sequence[RetentionFacts], now_ms: int) -> frozenset[int]:
+        """See `RetentionPolicy.keep`."""
+        base = -1 if self.base is None else self.base
+        needed = (
+            c.id
+            for c in checkpoints
+            if c.id == base or (c.id > base and c.generation == self.generation)
+        )
+        return self.policy.keep(checkpoints, now_ms) | frozenset(needed)
+
+    def __str__(self) -> str:
+        """The policy, and what else stays."""
+        return f"{self.policy} | what is needed to publish again what came after {self.base}"
+
+
+@dataclass(frozen=True)
 class PruneReport:
     """What a prune deleted, or with `dry_run` would delete.
 

@@ -123,7 +123,8 @@ class Checkpoints:
             closed their epochs early, so that a replay from there could miss something, or apply
             it again), ``"drained"`` (those as well: for a source that goes on where it stopped),
             ``"fresh"``, or the id or a tag of one.
-        keep: How many checkpoints to keep, or a retention policy.
+        keep: How many checkpoints to keep, or a retention policy. (The one before the newest stays
+            until the next is there: a bundle that failed after it published stands on it.)
         key_groups: Into how many parts keyed state is divided, 1 to 65,535: the limit of parallel
             writes and restores.
         on_fallback: If the newest checkpoint is damaged and the run has an `until`: ``"refuse"``,

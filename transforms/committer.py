@@ -51,7 +51,7 @@ from beam_ckpt.manifest import (
     new_checkpoint_id,
     uuid7_millis,
 )
-from beam_ckpt.retention import KeepOnBothSides, RetentionPolicy
+from beam_ckpt.retention import KeepForRetry, KeepOnBothSides, RetentionPolicy
 from beam_ckpt.store import CheckpointStore
 from beam_ckpt.transforms._shared import SharedPart, shared_parts
 from beam_ckpt.transforms.clocked import ClockedDoFn
@@ -148,6 +148,8 @@ class CommitFn(ClockedDoFn):
         self._operators, self._key_groups = tuple(operators), key_groups
         self._uids = ", ".join(repr(operator.uid) for operator in self._operators)
         self._base_id, self._last, self._fallbacks = base_id, last, fallbacks
+        # The checkpoint that this bundle stands on when it begins, once that is known.
+        self._began, self._began_on = False, base_id
         self.declare(
             f"ckpt_committer_{name}",
             {"sidecars": self._SIDECARS, "progress": self._PROGRESS},
@@ -174,6 +176,9 @@ class CommitFn(ClockedDoFn):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._arguments
+
+    def start_bundle(self) -> None:
+        self._began = False
 
     def process(self, element: Any, sidecars: Any, progress: Any, clock: Any) -> None:
         state = _Progress.load(progress)
@@ -202,6 +207,9 @@ class CommitFn(ClockedDoFn):
             return
         if state.generation == 0:
             self._begin(state)
+        if not self._began:
+            self._began = True
+            self._began_on = self._base_id if state.base_id is None else state.base_id
         waiting: dict[int, list[bytes]] = {}
         for boundary, sidecar in sidecars.read():
             waiting.setdefault(boundary, []).append(sidecar)
@@ -341,6 +349,8 @@ class CommitFn(ClockedDoFn):
         if state.draining and state.before_drain is not None:
             # What was before a drain is what the next run may want.
             keep = KeepOnBothSides(keep, state.before_drain)
+        # If this bundle fails yet it is done again, from where it began.
+        keep = KeepForRetry(keep, self._began_on, state.generation)
         try:
             return len(self._store.prune(keep).deleted)
         except InvalidCheckpointError as error:

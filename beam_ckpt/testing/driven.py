@@ -6,12 +6,14 @@ alone. Records go in, and checkpoints come out of the store.
 
 from __future__ import annotations
 
+import random
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from apache_beam.utils.timestamp import Timestamp
 
+from beam_ckpt.lineage import NewSidecar
 from beam_ckpt.manifest import CheckpointManifest
 from beam_ckpt.retention import KeepLast
 from beam_ckpt.store import CheckpointStore
@@ -19,7 +21,7 @@ from beam_ckpt.transforms.columns import OperatorState
 from beam_ckpt.transforms.committer import START, CheckpointResult, CommitFn
 from beam_ckpt.transforms.keyed_state.clock import DRAINED, MS
 from beam_ckpt.transforms.restore import ReadGroupFn
-from beam_ckpt.transforms.writer import WriteSidecarsFn, _Progress
+from beam_ckpt.transforms.writer import WriteSidecarsFn, _Progress, decode_new_sidecar
 
 __all__ = ["DrivenCheckpoints", "restored"]
 
@@ -55,73 +57,105 @@ class _Clock:
 
 
 class DrivenCheckpoints:
-    """One run of one operator.
+    """One run of one operator, or of several.
 
     Args:
         store: Where to write and publish.
-        operator: Whose records they are.
-        key_groups: How many there are.
+        operators: Whose records they are.
+        key_groups: How many there are. Where the checkpoint that the run restored has another
+            number, every key is to be given anew.
         base_id: Of the checkpoint that the run restored, or None.
         max_files: As in `Checkpoints`: files of a key group.
         keep: How many checkpoints stay.
+        last: The run's last boundary in µs, which is published in any case.
+        failures: Where to draw from which bundles fail at their end and are done again.
         **settings: Of the writer.
+
+    Attributes:
+        news: What the writer told the committer, in order.
+        failed: How many bundles were done again.
     """
 
     def __init__(
         self,
         store: CheckpointStore,
-        operator: OperatorState,
+        operators: OperatorState | Sequence[OperatorState],
         key_groups: int,
         *,
         base_id: int | None = None,
         max_files: int = 8,
         keep: int = 3,
+        last: int = DRAINED,
+        failures: random.Random | None = None,
         **settings: Any,
     ) -> None:
-        run_id, name = uuid.uuid4().hex, operator.uid
-        self._operator = operator
+        own = [operators] if isinstance(operators, OperatorState) else list(operators)
+        run_id, name = uuid.uuid4().hex, min(operator.uid for operator in own)
+        base = None if base_id is None else store.load_by_id(base_id)
+        changed = base is not None and base.key_group_count != key_groups
+        self._uid = own[0].uid
         self._writer = WriteSidecarsFn(
-            store, run_id, [operator], base_id, max_files, name, **settings
+            store, run_id, own, None if changed else base_id, max_files, name, **settings
         )
         self._committer = CommitFn(
-            store, run_id, [operator], key_groups, base_id, DRAINED, KeepLast(keep), 0, name, {},
-            False,
-        )  # fmt: skip
-        self._groups: dict[int, tuple[_Bag, _Value]] = {}
+            store, run_id, own, key_groups, base_id, last, KeepLast(keep), 0, name, {}, False
+        )
+        self._groups: dict[tuple[str, int], tuple[_Bag, _Value]] = {}
         self._news, self._progress, self._clock = _Bag(), _Value(), _Clock()
+        self._failures = failures
+        self.news: list[NewSidecar] = []
+        self.failed = 0
         self._writer.setup()
         self._committer.process(START, self._news, self._progress, self._clock)
 
-    def add(self, key_group: int, boundary: int, record: bytes) -> None:
+    def add(self, key_group: int, boundary: int, record: bytes, uid: str | None = None) -> None:
         """Gives the writer what an operator emits of a key: a record, or a chunk of one."""
-        cells = self._groups.setdefault(key_group, (_Bag(), _Value()))
-        element = ((self._operator.uid, key_group), (boundary, record))
-        self._writer.process(element, *cells, self._clock)
+        key = uid or self._uid, key_group
+        cells = self._groups.setdefault(key, (_Bag(), _Value()))
+        self._writer.process((key, (boundary, record)), *cells, self._clock)
 
     def write(self, boundary: int) -> None:
         """Lets the watermark of the writer pass a boundary."""
         self._writer.start_bundle()
-        for key_group, cells in sorted(self._groups.items()):
-            self._wake(key_group, boundary, *cells)
+        for key, cells in sorted(self._groups.items()):
+            self._wake(key, boundary, *cells)
 
     def write_group(self, key_group: int, boundary: int, records: Any) -> None:
         """Lets the writer write what a bag of (boundary, record) holds; it is read once."""
-        _, progress = self._groups.setdefault(key_group, (_Bag(), _Value()))
+        key = self._uid, key_group
+        _, progress = self._groups.setdefault(key, (_Bag(), _Value()))
         state = _Progress.load(progress)
         state.due = boundary
         state.store(progress)
-        self._wake(key_group, boundary, records, progress)
+        self._wake(key, boundary, records, progress)
 
-    def _wake(self, key_group: int, boundary: int, records: Any, progress: Any) -> None:
-        key, at = (self._operator.uid, key_group), Timestamp(micros=boundary + MS)
+    def _wake(self, key: tuple[str, int], boundary: int, records: Any, progress: Any) -> None:
+        at = Timestamp(micros=boundary + MS)
+        if self._fails():
+            items, value = list(records.items), progress.value
+            # What it wrote is in the store, and nobody hears of it.
+            _ = list(self._writer._on_clock(key, at, records, progress, self._clock))
+            records.items, progress.value = items, value
         for news in self._writer._on_clock(key, at, records, progress, self._clock):
+            self.news.append(decode_new_sidecar(news.value[1][1]))
             self._committer.process(news.value, self._news, self._progress, self._clock)
 
     def commit(self, boundary: int) -> list[CheckpointResult]:
         """Lets the watermark of the committer pass a boundary; returns what was published."""
         at = Timestamp(micros=boundary + 2 * MS)
-        results = self._committer._on_clock(at, self._news, self._progress, self._clock)
-        return [result.value for result in results]
+        cells = self._news, self._progress, self._clock
+        self._committer.start_bundle()
+        if self._fails():
+            items, value = list(self._news.items), self._progress.value
+            _ = list(self._committer._on_clock(at, *cells))  # what it published stays
+            self._news.items, self._progress.value = items, value
+            self._committer.start_bundle()
+        return [result.value for result in self._committer._on_clock(at, *cells)]
+
+    def _fails(self) -> bool:
+        fails = self._failures is not None and self._failures.random() < 0.1
+        self.failed += fails
+        return fails
 
     def checkpoint(
         self, boundary: int, records: Iterable[tuple[int, bytes]]

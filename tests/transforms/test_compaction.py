@@ -230,3 +230,37 @@ def test_a_commit_that_is_done_again_finds_its_manifest_though_it_wrote_files(
     assert second.id == first.id
     assert store.list_ids()[-1] == first.id
     assert all(entry.path is not None for entry in entries_of(store, first.id))
+
+
+@pytest.mark.parametrize("epochs", [1, 6])
+@pytest.mark.parametrize("keep", [1, 2, 3])
+@pytest.mark.parametrize("shared_delta_bytes", [0, 16_384])
+def test_a_bundle_that_failed_after_it_pruned_is_done_again(
+    keep: int, epochs: int, shared_delta_bytes: int
+) -> None:
+    """What it stood on was pruned: the job was stuck, or listed files that were gone."""
+    store = in_memory()
+    job = DrivenCheckpoints(
+        store, OPERATOR, GROUPS, keep=keep, shared_delta_bytes=shared_delta_bytes
+    )
+    state = {str(key): random.Random(key).randbytes(300) for key in range(60)}
+    job.checkpoint(SECOND, [record(key, value) for key, value in state.items()])
+    state["0"] = b"x"
+    job.checkpoint(2 * SECOND, [record("0", b"x")])
+    boundaries = [(3 + epoch) * SECOND for epoch in range(epochs)]
+    for boundary in boundaries:
+        for key in random.Random(boundary).sample(range(60), 10):
+            state[str(key)] = b"%d" % boundary * 30
+            group, data = record(str(key), state[str(key)])
+            job.add(group, boundary, data)
+        job.write(boundary)
+    news, progress = list(job._news.items), job._progress.value
+    first = job.commit(boundaries[-1])
+    job._news.items, job._progress.value = news, progress
+    again = job.commit(boundaries[-1])
+    assert [result.id for result in again] == [result.id for result in first]
+    assert all(store.validate_checkpoint(id).valid for id in store.list_ids())
+    assert values(store, again[-1].id) == state
+    # What the retry needed goes with the next checkpoint.
+    job.checkpoint(boundaries[-1] + SECOND, [record("1", b"y")])
+    assert len(store.list_ids()) == max(keep, 2)

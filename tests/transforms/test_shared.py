@@ -349,9 +349,12 @@ def test_a_shared_file_goes_with_the_last_checkpoint_that_lists_it():
     job = DrivenCheckpoints(store, OPERATOR, GROUPS, keep=1)
     state = first(job, rng)
     for epoch in range(40):
-        manifest = touch(job, rng, state, epoch, keys=20)
+        touch(job, rng, state, epoch, keys=20)
         there = {blob.key for blob in store.blobs.list("state/")}
-        assert manifest.sidecar_paths() == there, "what one checkpoint lists, and no more"
+        kept = [store.load_by_id(id) for id in store.list_ids()]
+        assert len(kept) == 2, "the newest, and the one that it would be published on again"
+        listed = {path for manifest in kept for path in manifest.sidecar_paths()}
+        assert there == listed, "what a checkpoint lists, and no more"
 
 
 def test_a_copy_has_it_once_and_restores(tmp_path: Path):
