@@ -1,15 +1,15 @@
 """The format of a checkpoint: its manifest and the small records around it.
 
-Everything here is data: pydantic models (frozen, no unknown fields), their canonical JSON, and
-a bounded, strict way back from bytes. The fields of `CheckpointManifest` are those of
-LaminarDB's `CheckpointManifestV2` and this library's own.
+Everything here is data: pydantic models (frozen, no unknown fields), their canonical JSON (that of
+a large manifest is stored as gzip), and a bounded, strict way back from bytes. The fields of
+`CheckpointManifest` are those of LaminarDB's `CheckpointManifestV2` and this library's own.
 
 Times are integers: wall clock in milliseconds since the epoch, event time (`watermark`,
 `boundary`) in microseconds, where `None` means the drained end of a bounded input.
 
 Example:
     >>> m = CheckpointManifest(checkpoint_id=new_checkpoint_id(), id=1, epoch=1, timestamp_ms=1)
-    >>> CheckpointManifest.from_json(m.to_json(), where="memory") == m
+    >>> CheckpointManifest.from_bytes(m.to_bytes(), where="memory") == m
     True
 """
 
@@ -25,6 +25,7 @@ import re
 import threading
 import time
 import uuid
+import zlib
 from collections.abc import Iterable, Mapping
 from typing import (
     Annotated,
@@ -75,12 +76,16 @@ FORMAT_VERSION: Final = 3
 """The newest format version. This library reads every one that was released (2 and 3).
 
 A manifest is of version 3 where key groups share a sidecar or one has items that were added to
-bags, and else of version 2, which older versions of this library read as well.
+bags, and else of version 2, which older versions of this library read as well where it is not
+stored as gzip: that is told by its first bytes, not by a version.
 """
 
 _UNSHARED_VERSION: Final = 2
 
 MAX_MANIFEST_BYTES = 16 * 1024 * 1024
+"""As it is stored, and as JSON."""
+PACKED_ABOVE = 4096
+"""Bytes of JSON above which a manifest is stored as gzip."""
 MAX_RECORD_BYTES = 1024
 """The pointer and every other small record."""
 MAX_INLINE_BYTES = 1024 * 1024
@@ -94,6 +99,10 @@ _MAX_KEYS = 65_536
 # What slices of shared sidecars stand for is told once in the stored form, and held once a slice.
 _MAX_SPELLED_OUT = 4 * MAX_MANIFEST_BYTES
 _SMALL = 65_536
+# No JSON begins like this.
+_GZIP_MAGIC = b"\x1f\x8b"
+_GZIP_WBITS = 16 + zlib.MAX_WBITS
+_GZIP_LEVEL = 9
 
 U64 = Annotated[int, Field(ge=0, le=_U64)]
 Id = Annotated[int, Field(ge=1, le=_U64)]
@@ -568,8 +577,33 @@ class CheckpointManifest(_Record):
         """The cut in event time, microseconds: the watermark under its other name."""
         return self.watermark
 
+    def to_bytes(self) -> bytes:
+        """Returns what is stored: the canonical JSON, of more than 4 KiB as gzip.
+
+        The JSON is the same wherever it is made, the gzip is not: it depends on the zlib. So what
+        a marker seals is what was stored, never what this gives for the same manifest later.
+
+        Raises:
+            CheckpointTooLargeError: More than 16 MiB of JSON.
+        """
+        return _packed(self.to_json())
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, where: str) -> CheckpointManifest:
+        """Reads a manifest, JSON or gzip of it, from bytes that anybody may have written.
+
+        Args:
+            data: At most 16 MiB, and as JSON no more either.
+            where: Names the object in errors.
+
+        Raises:
+            UnsupportedFormatError: Of a format version not known here.
+            InvalidCheckpointError: Not a manifest; says what was found.
+        """
+        return cls.from_json(unpacked(data, where=where), where=where)
+
     def to_json(self) -> bytes:
-        """Returns the canonical JSON that is stored: always of the phase `prepared`.
+        """Returns the canonical JSON of what is stored: always of the phase `prepared`.
 
         Raises:
             CheckpointTooLargeError: More than 16 MiB.
@@ -795,6 +829,48 @@ class Tag(_Record):
     name: Uid
     id: Id
     checkpoint_id: Uuid
+
+
+def _packed(data: bytes) -> bytes:
+    if len(data) <= PACKED_ABOVE:
+        return data
+    # The header that zlib writes has neither a time nor a name. Most of a manifest are digits of
+    # hashes, in which short matches are chance and cost more than they save: hence Z_FILTERED.
+    gzip = zlib.compressobj(
+        _GZIP_LEVEL, zlib.DEFLATED, _GZIP_WBITS, zlib.DEF_MEM_LEVEL, zlib.Z_FILTERED
+    )
+    packed = gzip.compress(data) + gzip.flush()
+    return packed if len(packed) < len(data) else data
+
+
+def unpacked(data: bytes, *, where: str) -> bytes:
+    """Returns what a manifest's stored bytes are gzip of; what is no gzip as it is.
+
+    Bounded: no more than 16 MiB are unpacked, whatever the bytes stand for.
+
+    Args:
+        data: That anybody may have written.
+        where: Names the object in errors.
+
+    Raises:
+        InvalidCheckpointError: Damaged, cut short, or more than one whole gzip.
+    """
+    if not data.startswith(_GZIP_MAGIC):
+        return data
+    if len(data) > MAX_MANIFEST_BYTES:
+        _refuse(where, f"{len(data)} bytes, {MAX_MANIFEST_BYTES} allowed")
+    gunzip = zlib.decompressobj(_GZIP_WBITS)
+    try:
+        text = gunzip.decompress(data, MAX_MANIFEST_BYTES + 1)
+    except zlib.error as e:
+        _refuse(where, f"no valid gzip: {e}")
+    if len(text) > MAX_MANIFEST_BYTES:
+        _refuse(where, f"gzip of more than the {MAX_MANIFEST_BYTES} bytes that are allowed")
+    if not gunzip.eof:
+        _refuse(where, f"gzip that ends too early, after {len(data)} bytes")
+    if gunzip.unused_data:
+        _refuse(where, f"{len(gunzip.unused_data)} bytes after the end of its gzip")
+    return text
 
 
 def sha256_hex(data: bytes) -> str:

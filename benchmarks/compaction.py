@@ -49,7 +49,7 @@ class Figures:
     Attributes:
         retained: Bytes of state in the store.
         files: Of the key group that has the most.
-        manifest: Bytes of the newest one.
+        manifest: Bytes of the newest one in the store.
         written: Bytes of state written in this epoch.
     """
 
@@ -94,11 +94,12 @@ def run(
         (result,) = job.checkpoint(boundary, [(key % groups, r) for key, r in records.items()])
         newest = store.load_by_id(result.id)
         assert newest is not None
-        blobs = store.blobs.list("state/")  # type: ignore[attr-defined]
+        blobs = store.blobs  # type: ignore[attr-defined]
+        manifests = (b for b in blobs.list("manifests/") if b.key.endswith(".json"))
         yield Figures(
-            retained=sum(blob.size for blob in blobs),
+            retained=sum(blob.size for blob in blobs.list("state/")),
             files=max(len(p.sidecars) for p in newest.operators["totals"].partitions),
-            manifest=len(newest.to_json()),
+            manifest=max(manifests, key=lambda blob: blob.key).size,
             written=result.size_bytes,
         )
 

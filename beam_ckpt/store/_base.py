@@ -191,6 +191,9 @@ class CheckpointStore(ABC):
         A prepared manifest is inventory, not a recovery point. One whose phase is `finalized`
         is saved and finalized. Never prunes.
 
+        How it is kept is the store's own; the stores of this library keep `manifest.to_bytes()`.
+        As these may differ for the same manifest, contents are compared as `to_json()`.
+
         Returns:
             The manifest as stored (its deployment filled in).
 
@@ -424,12 +427,11 @@ class CheckpointStore(ABC):
     def _facts(self, id: int, *, deep: bool) -> CheckpointFacts:
         result = self.validate_checkpoint(id, deep=deep)
         try:
-            manifest = self.load_by_id(id)
+            manifest, marker = self.load_by_id(id), None
+            if manifest is not None and manifest.durable_phase == "finalized":
+                marker = self.final_marker(id)
         except InvalidCheckpointError as e:
             return CheckpointFacts(id, None, None, result.issues or (str(e),))
-        marker = None
-        if manifest is not None and manifest.durable_phase == "finalized":
-            marker = FinalMarker.of(manifest, manifest.to_json())
         return CheckpointFacts(id, manifest, marker, result.issues)
 
     # -- participants and artifacts ------------------------------------------------------

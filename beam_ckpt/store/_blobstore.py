@@ -71,6 +71,7 @@ from beam_ckpt.manifest import (
     new_checkpoint_id,
     parse_record,
     sha256_hex,
+    unpacked,
 )
 from beam_ckpt.recovery import (
     CheckpointFacts,
@@ -298,7 +299,7 @@ class BlobCheckpointStore(CheckpointStore):
         found = self._get(key, MAX_MANIFEST_BYTES)
         if found is None:
             return None
-        manifest = CheckpointManifest.from_json(found[0], where=self._where(key))
+        manifest = CheckpointManifest.from_bytes(found[0], where=self._where(key))
         issues = binding_issues(
             manifest,
             id=id,
@@ -519,7 +520,9 @@ class BlobCheckpointStore(CheckpointStore):
                     return stored.manifest.deployment_id
         return ""
 
-    def _create(self, key: str, data: bytes, *, again: bool = True, note: str = "") -> bytes | None:
+    def _create(
+        self, key: str, data: bytes, *, again: bool = True, note: str = "", limit: int = 0
+    ) -> bytes | None:
         """Creates an immutable object; returns the other content that the name holds.
 
         Args:
@@ -527,6 +530,7 @@ class BlobCheckpointStore(CheckpointStore):
             data: Its content.
             again: Whether to create it again when it was there and then was deleted.
             note: See `Blobs.put_if_absent`.
+            limit: Bytes of the other content that may be read, if they are more than ours.
         """
         for _ in range(_CAS_ATTEMPTS):
             try:
@@ -534,7 +538,7 @@ class BlobCheckpointStore(CheckpointStore):
                     self._blobs.put_if_absent(key, data, note)
                 return None
             except BlobExists:
-                found = self._get(key, max(len(data), MAX_RECORD_BYTES))
+                found = self._get(key, max(len(data), MAX_RECORD_BYTES, limit))
             if found is not None:
                 return None if found[0] == data else found[0]
             if not again:
@@ -552,12 +556,13 @@ class BlobCheckpointStore(CheckpointStore):
         self._ensure_namespace()
         if not manifest.deployment_id:
             manifest = manifest.model_copy(update={"deployment_id": self._deployment_id})
-        key, data = self._paths.manifest(manifest.id), manifest.to_json()
+        key, data = self._paths.manifest(manifest.id), manifest.to_bytes()
+        note = manifest_note(manifest, data)
         try:
-            held = self._create(key, data, again=False, note=manifest_note(manifest, data))
-        except InvalidCheckpointError:  # it is longer than ours, or no object
+            held = self._create(key, data, again=False, note=note, limit=MAX_MANIFEST_BYTES)
+        except InvalidCheckpointError:  # it is longer than any manifest, or no object
             held = b""
-        if held is not None:
+        if held is not None and not is_of(manifest, held):
             if manifest.run is not None:
                 self.check_generation(manifest.run.generation, manifest.run.run_id)
             raise CheckpointConflictError(
@@ -571,7 +576,7 @@ class BlobCheckpointStore(CheckpointStore):
 
     def _describe(self, data: bytes) -> str:
         try:
-            other = CheckpointManifest.from_json(data, where="it")
+            other = CheckpointManifest.from_bytes(data, where="it")
         except InvalidCheckpointError:
             return "it cannot be read"
         run = f"run {other.run.run_id}" if other.run else "no run"
@@ -1361,6 +1366,14 @@ class BlobCheckpointStore(CheckpointStore):
         raise IndeterminateError(
             errno.EAGAIN, f"{self._where(key)} is being written by others: repair again"
         )
+
+
+def is_of(manifest: CheckpointManifest, stored: bytes) -> bool:
+    """Whether stored bytes are those of a manifest, whichever zlib packed them."""
+    try:
+        return unpacked(stored, where="it") == manifest.to_json()
+    except InvalidCheckpointError:
+        return False
 
 
 def _byte_issue(entry: SidecarEntry, size: int, crc: int | None, sha256: str | None) -> str | None:

@@ -12,9 +12,16 @@ from beam_ckpt.errors import (
     InvalidCheckpointError,
     StoreUrlError,
 )
-from beam_ckpt.manifest import MAX_RECORD_BYTES, FinalMarker, Pointer, SidecarEntry
+from beam_ckpt.manifest import (
+    MAX_MANIFEST_BYTES,
+    MAX_RECORD_BYTES,
+    FinalMarker,
+    Pointer,
+    SidecarEntry,
+    sha256_hex,
+)
 from beam_ckpt.store._base import CheckpointStore
-from beam_ckpt.store._blobstore import BlobCheckpointStore, Stored
+from beam_ckpt.store._blobstore import BlobCheckpointStore, Stored, is_of
 from beam_ckpt.store._notes import manifest_note, marker_note
 
 __all__ = ["CopyReport", "copy"]
@@ -84,9 +91,9 @@ def copy(
             done += entry.size_bytes
             if progress is not None:
                 progress(done, total)
-        note = manifest_note(stored.manifest, stored.data)
-        new = _create(target, target._paths.manifest(id), stored.data, note)
-        note = marker_note(marker, stored.data)
+        new, sealed = _create_manifest(target, id, stored)
+        marker = marker.model_copy(update={"manifest_sha256": sha256_hex(sealed)})
+        note = marker_note(marker, sealed)
         new |= _create(target, target._paths.final(id), marker.to_json(), note)
         (copied if new else present).append(id)
     _restore_swept(source, target, [stored for _, stored, _ in chosen])
@@ -94,10 +101,11 @@ def copy(
         if any(id == c[0] for c in chosen):
             target.tag(name, id)
     if chosen:
-        last = chosen[-1][2]
         target._publish(
             Pointer(
-                id=last.id, checkpoint_id=last.checkpoint_id, manifest_sha256=last.manifest_sha256
+                id=marker.id,
+                checkpoint_id=marker.checkpoint_id,
+                manifest_sha256=marker.manifest_sha256,
             )
         )
     return CopyReport(tuple(copied), tuple(present), written, size)
@@ -178,6 +186,19 @@ def _restore_swept(
         for entry in _files(stored.manifest.sidecars()):
             if target._paths.object(entry.path or "") not in there:
                 _copy_sidecar(source, target, entry)
+
+
+def _create_manifest(target: BlobCheckpointStore, id: int, stored: Stored) -> tuple[bool, bytes]:
+    """Returns whether it was not there, and its bytes there, which another zlib may have packed."""
+    key = target._paths.manifest(id)
+    note = manifest_note(stored.manifest, stored.data)
+    try:
+        return _create(target, key, stored.data, note), stored.data
+    except CheckpointConflictError:
+        held = target._get(key, MAX_MANIFEST_BYTES)
+        if held is None or not is_of(stored.manifest, held[0]):
+            raise
+        return False, held[0]
 
 
 def _create(target: BlobCheckpointStore, key: str, data: bytes, note: str = "") -> bool:

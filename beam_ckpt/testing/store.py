@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import gzip
 import json
 import os
 import pickle
@@ -57,6 +58,7 @@ from beam_ckpt.manifest import (
     SourceOffsetEntry,
     new_checkpoint_id,
     sha256_hex,
+    unpacked,
 )
 from beam_ckpt.retention import KeepFor, KeepLast
 from beam_ckpt.store import CheckpointStore, StateChunk, copy
@@ -161,6 +163,17 @@ def commit(
     manifest = a_manifest(id, epoch, operators=listing([entry]), **fields)
     saved = store.save(manifest)
     return store.finalize(id) if finalized else saved
+
+
+def a_large_manifest(
+    store: CheckpointStore, id: int, *, groups: int = 40, **fields: Any
+) -> CheckpointManifest:
+    """Returns a manifest of so many key groups that it is stored as gzip; not saved yet."""
+    entries = [
+        write(store, b"%d of %d" % (group, id), key_group=group, inline_threshold=100)
+        for group in range(groups)
+    ]
+    return a_manifest(id, operators=listing(entries), key_group_count=groups, **fields)
 
 
 def path_of(manifest: CheckpointManifest, index: int = 0) -> str:
@@ -324,6 +337,28 @@ class StoreSuite:
         assert store.load_by_id(1) == saved
         assert store.finalize(1) == saved.with_phase("finalized") == store.load_by_id(1)
         assert [store.read_sidecar(e) for _, _, e in saved.sidecars()] == [b"file", b"inline", b""]
+
+    def test_a_manifest_of_many_key_groups_is_saved_like_any_other(
+        self, opener: Opener[CheckpointStore]
+    ) -> None:
+        """However a store keeps it: as large as it is, it is small to some."""
+        store = opener(key_group_count=40)
+        first, second = a_large_manifest(store, 1), a_large_manifest(store, 2)
+        saved = store.save(first)
+        assert saved == first.model_copy(update={"deployment_id": store.deployment_id})
+        assert store.save(first) == saved == store.load_by_id(1)
+        with pytest.raises(CheckpointConflictError, match="checkpoint 1 exists"):
+            store.save(second.model_copy(update={"id": 1}))
+        final = store.finalize(1)
+        assert final == saved.with_phase("finalized") == store.finalize(1) == store.load_latest()
+        assert store.validate_checkpoint(1).valid
+        assert opener(key_group_count=40).recover_latest_validated().chosen == final
+        held = [chunk.data for chunk in gather(store.load_state_data(1))]
+        assert held == [b"%d of 1" % group for group in range(40)]
+        store.finalize(store.save(second).id)
+        assert store.list() == [(1, 1), (2, 2)]
+        assert store.prune(KeepLast(1)).deleted == (1,)
+        assert store.list_ids() == [2]
 
     def test_saving_prunes_nothing(self, store: CheckpointStore) -> None:
         """Row 11."""
@@ -1158,6 +1193,10 @@ class BlobStoreSuite(StoreSuite):
         else:
             store.blobs.put(key, data)
 
+    def json_of(self, store: BlobCheckpointStore, id: int) -> bytes:
+        """The JSON of a manifest, stored as it is or as gzip."""
+        return unpacked(store.blobs.get(f"manifests/{id:012d}.json")[0], where="it")
+
     def keys(self, store: BlobCheckpointStore) -> list[str]:
         """All objects of a store."""
         return [meta.key for meta in store.blobs.list("")]
@@ -1183,7 +1222,8 @@ class BlobStoreSuite(StoreSuite):
             "tags/a.json",
         }
         stored = store.blobs.get("manifests/000000000042.json")[0]
-        assert stored == saved.to_json()
+        assert stored == saved.to_bytes()
+        assert unpacked(stored, where="it") == saved.to_json()
         assert json.loads(store.blobs.get("latest.json")[0]) == {
             "id": 42,
             "checkpoint_id": saved.checkpoint_id,
@@ -1196,6 +1236,82 @@ class BlobStoreSuite(StoreSuite):
             "watermark": 5_000_000,
             "manifest_sha256": sha256_hex(stored),
         }
+
+    def test_a_large_manifest_is_gzip_and_its_marker_seals_that(
+        self, opener: Opener[BlobCheckpointStore]
+    ) -> None:
+        """Of JSON that any tool reads; the listing tells of it what it tells of a small one."""
+        store = opener(key_group_count=40)
+        saved = store.finalize(store.save(a_large_manifest(store, 1)).id)
+        stored = store.blobs.get("manifests/000000000001.json")[0]
+        assert gzip.decompress(stored) == saved.to_json()
+        assert len(stored) < len(saved.to_json()) / 3
+        assert stored[4:8] == bytes(4), "a time in it: no two writers have the same bytes"
+        for name in ("latest.json", "manifests/000000000001.final"):
+            sealed = json.loads(store.blobs.get(name)[0])
+            assert sealed["manifest_sha256"] == sha256_hex(stored)
+        recorder = FaultPlan(record=True)
+        assert faulty_store(opener(key_group_count=40), recorder).list() == [(1, 1)]
+        noted = [meta.note for meta in store.blobs.list("manifests/") if meta.note]
+        read = [op.key for op in recorder.operations() if op.name == "get"]
+        assert len(read) <= 1 - bool(noted)
+
+    @pytest.mark.parametrize(
+        ("before", "after"),
+        [
+            pytest.param("1", "9", id="packed worse before"),
+            pytest.param("9", "1", id="packed better before"),
+            pytest.param("none", "9", id="not packed before"),
+            pytest.param("9", "none", id="not packed after"),
+        ],
+    )
+    def test_a_manifest_that_another_zlib_packed_is_the_same_manifest(
+        self,
+        opener: Opener[BlobCheckpointStore],
+        monkeypatch: pytest.MonkeyPatch,
+        before: str,
+        after: str,
+    ) -> None:
+        """What a retry, a tool or another version makes anew is compared by what it says."""
+
+        def use(zlib: str) -> None:
+            above = 1 << 30 if zlib == "none" else 4096
+            monkeypatch.setattr("beam_ckpt.manifest.PACKED_ABOVE", above)
+            if zlib != "none":
+                monkeypatch.setattr("beam_ckpt.manifest._GZIP_LEVEL", int(zlib))
+
+        src, dst = opener("a", key_group_count=40), opener("b", key_group_count=40)
+        key, first = "manifests/000000000001.json", a_large_manifest(src, 1)
+        use(before)
+        saved = src.save(first)
+        stored = src.blobs.get(key)[0]
+        use(after)
+        assert saved.to_bytes() != stored
+        assert src.save(first) == saved == src.load_by_id(1)
+        other = a_large_manifest(src, 1, watermark=3)
+        with pytest.raises(CheckpointConflictError, match=rf"epoch 1, {first.checkpoint_id}"):
+            src.save(other)
+        final = src.finalize(1)
+        assert src.save(first.with_phase("finalized")) == final == src.finalize(1)
+        assert src.blobs.get(key)[0] == stored
+        assert src.validate_checkpoint(1).valid
+        assert src.recover_latest_validated().chosen == final == src.load_latest()
+
+        # Where it lies already, packed in another way, prepared or finalized: it is there.
+        dst.blobs.put_if_absent("namespace.json", src.blobs.get("namespace.json")[0])
+        assert dst.save(saved).checkpoint_id == final.checkpoint_id
+        held = dst.blobs.get(key)[0]
+        assert held != stored
+        assert (copy(src, dst).copied, copy(src, dst).present) == ((1,), (1,))
+        assert dst.blobs.get(key)[0] == held
+        assert dst.load_latest() == dst.load_by_id(1) == final
+        assert dst.validate_checkpoint(1).valid
+        self.damage(
+            dst, key, other.model_copy(update=dict(deployment_id=src.deployment_id)).to_bytes()
+        )
+        with pytest.raises(CheckpointConflictError, match="exists with other content"):
+            copy(src, dst)
+        assert src.delete_checkpoints({1}).deleted == ()
 
     def test_finalizing_again_brings_a_lost_pointer_back(self, store: BlobCheckpointStore) -> None:
         """Row 16, second part."""
@@ -1521,6 +1637,65 @@ class BlobStoreSuite(StoreSuite):
         # Its marker still names the boundary.
         assert report.skipped[0].boundary is None
 
+    @pytest.mark.parametrize(
+        ("what", "change"),
+        [
+            ("ends too early", lambda m: m[:-1]),
+            ("ends too early", lambda m: m[:-9]),
+            ("ends too early", lambda m: m[: len(m) // 2]),
+            ("ends too early", lambda m: m[:2]),
+            ("no valid JSON", lambda m: m[:1]),
+            ("no valid gzip", lambda m: m[:2] + b"\x07" + m[3:]),
+            ("no valid gzip", lambda m: m[:-8] + bytes(4) + m[-4:]),
+            ("no valid gzip", lambda m: m[:-4] + bytes(4)),
+            ("1 bytes after the end", lambda m: m + b"\x00"),
+            ("bytes after the end", lambda m: m + m),
+            ("bytes after the end", lambda m: m + gzip.compress(b"")),
+            ("no valid JSON", gzip.compress),
+            ("16777216 bytes that are allowed", lambda m: gzip.compress(bytes(1 << 26))),
+        ],
+    )
+    def test_gzip_of_no_manifest_is_a_typed_error(
+        self,
+        opener: Opener[BlobCheckpointStore],
+        what: str,
+        change: Callable[[bytes], bytes],
+    ) -> None:
+        """Cut short, changed, more than one, or more than any manifest."""
+        store = opener(key_group_count=40)
+        first = store.finalize(store.save(a_large_manifest(store, 1)).id)
+        store.finalize(store.save(a_large_manifest(store, 2)).id)
+        key = "manifests/000000000002.json"
+        self.damage(store, key, change(store.blobs.get(key)[0]))
+        for act in (store.load_latest, lambda: store.load_by_id(2), lambda: store.finalize(2)):
+            with pytest.raises(InvalidCheckpointError) as caught:
+                act()
+            assert key in str(caught.value)
+            assert what in str(caught.value)
+        with pytest.raises(InvalidCheckpointError):
+            store.prune_before(100)
+        assert store.list_ids() == [1, 2]
+        assert store.validate_checkpoint(2).issues[0].startswith("corrupt manifest: ")
+        report = store.recover_latest_validated()
+        assert (report.chosen, report.skipped[0].phase) == (first, "invalid")
+
+    @pytest.mark.parametrize("part", range(16))
+    def test_one_flipped_bit_in_a_large_manifest_never_passes(
+        self, opener: Opener[BlobCheckpointStore], part: int
+    ) -> None:
+        """Not in what the checksum of gzip covers, nor in its header."""
+        store = opener(key_group_count=40)
+        first = store.finalize(store.save(a_large_manifest(store, 1)).id)
+        store.finalize(store.save(a_large_manifest(store, 2)).id)
+        key = "manifests/000000000002.json"
+        data = bytearray(store.blobs.get(key)[0])
+        data[part if part < 10 else part * len(data) // 16] ^= 1 << (part % 8)
+        self.damage(store, key, bytes(data))
+        with pytest.raises(InvalidCheckpointError):
+            store.load_by_id(2)
+        assert not store.validate_checkpoint(2).valid
+        assert store.recover_latest_validated().chosen == first
+
     def test_a_manifest_in_the_wrong_place_is_refused(self, store: BlobCheckpointStore) -> None:
         """Rows 43 and 60."""
         commit(store, 7)
@@ -1639,7 +1814,7 @@ class BlobStoreSuite(StoreSuite):
         first = commit(store, 1)
         commit(store, 2, b"12345", epoch=3)
         key = "manifests/000000000002.json"
-        before = store.blobs.get(key)[0]
+        before = self.json_of(store, 2)
         hostile = change(before)
         assert hostile != before
         self.damage(store, key, hostile)
@@ -1657,12 +1832,16 @@ class BlobStoreSuite(StoreSuite):
         assert (report.chosen, report.skipped[0].phase) == (first, "invalid")
         assert report.skipped[0].boundary is None  # as its marker says
         assert time.monotonic() - began < 2
+        self.damage(store, key, gzip.compress(hostile))
+        with pytest.raises(InvalidCheckpointError) as caught:
+            store.load_by_id(2)
+        assert what.casefold() in str(caught.value).casefold()
 
     def test_an_unknown_format_version_is_named(self, store: BlobCheckpointStore) -> None:
         """Row 79: it is not damage, and the way out is another."""
         commit(store, 1)
         key = "manifests/000000000001.json"
-        future = store.blobs.get(key)[0].replace(b'"version":2', b'"version":4')
+        future = self.json_of(store, 1).replace(b'"version":2', b'"version":4')
         self.damage(store, key, future)
         with pytest.raises(UnsupportedFormatError, match="version 4; this beam_ckpt reads"):
             store.load_by_id(1)
@@ -1997,7 +2176,7 @@ class BlobStoreSuite(StoreSuite):
         entry = write(store, b"inline", inline_threshold=100)
         store.save(a_manifest(1, operators=listing([entry])))
         key = "manifests/000000000001.json"
-        good = store.blobs.get(key)[0]
+        good = self.json_of(store, 1)
         inline = base64.b64encode(b"inline")
         assert inline in good
         self.damage(store, key, good.replace(inline, base64.b64encode(b"Inline")))
@@ -2011,7 +2190,7 @@ class BlobStoreSuite(StoreSuite):
         entries = [write(store, b"1", operator="a"), write(store, b"2", operator="b")]
         store.save(a_manifest(1, operators=listing(entries), finalized=True))
         key = "manifests/000000000001.json"
-        stored = json.loads(store.blobs.get(key)[0])
+        stored = json.loads(self.json_of(store, 1))
         for operator in stored["operators"].values():
             operator["partitions"][0]["sidecars"][0]["size_bytes"] = 2**63
             operator["total_bytes"] = 2**63

@@ -18,7 +18,7 @@ import pytest
 
 from beam_ckpt import errors, inspect, open_store
 from beam_ckpt.maintenance import forget
-from beam_ckpt.manifest import RunIdentity
+from beam_ckpt.manifest import RunIdentity, unpacked
 from beam_ckpt.retention import KeepLast
 from beam_ckpt.sidecar import encode_sidecar
 from beam_ckpt.testing.faults import Fault, FaultPlan, fault_points, faulty_store
@@ -95,7 +95,7 @@ def texts(store) -> str:
     """Everything in the store, with what is packed in it unpacked."""
     said = []
     for meta in store.blobs.list(""):
-        data = store.blobs.get(meta.key)[0]
+        data = unpacked(store.blobs.get(meta.key)[0], where=meta.key)
         said.append(meta.key + repr(data))
         pieces = [data] if meta.key.endswith(".parquet") else []
         if "/" in meta.key and meta.key.startswith("manifests/") and meta.key.endswith(".json"):

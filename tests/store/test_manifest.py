@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import json
 import threading
 import time
+import tracemalloc
 import uuid
+import zlib
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from pydantic import ValidationError
 from beam_ckpt.errors import CheckpointTooLargeError, InvalidCheckpointError
 from beam_ckpt.manifest import (
     MAX_INLINE_BYTES,
+    MAX_MANIFEST_BYTES,
     CheckpointManifest,
     OperatorSnapshotEntry,
     PartitionSnapshotEntry,
@@ -373,6 +377,113 @@ def test_every_manifest_comes_back_from_its_canonical_bytes(manifest: Checkpoint
     shuffled = dict(reversed(list(dict(manifest).items())))
     assert CheckpointManifest(**shuffled).to_json() == stored
     assert json.loads(stored) == json.loads(json.dumps(json.loads(stored), sort_keys=True))
+
+
+@given(manifests(), st.integers(0, 9))
+def test_every_manifest_comes_back_from_gzip_of_any_level(
+    manifest: CheckpointManifest, level: int
+) -> None:
+    packed = gzip.compress(manifest.to_json(), level)
+    again = CheckpointManifest.from_bytes(packed, where="here")
+    assert again == manifest
+    assert CheckpointManifest.from_bytes(again.to_bytes(), where="here") == manifest
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_manifest_of_more_than_4_kibibytes_is_stored_as_gzip(more: int) -> None:
+    def padded(size: int) -> CheckpointManifest:
+        offsets = {"at": "x" * size}
+        source = SourceOffsetEntry(source_type="file", offsets=offsets, epoch=1)
+        return a_manifest(1, source_offsets={"a": source})
+
+    manifest = padded(4096 + more - len(padded(0).to_json()))
+    text, stored = manifest.to_json(), manifest.to_bytes()
+    assert len(text) == 4096 + more
+    assert (stored == text) is (not more)
+    if more:
+        assert gzip.decompress(stored) == text
+    assert CheckpointManifest.from_bytes(stored, where="here") == manifest
+
+
+def test_what_gzip_does_not_make_smaller_is_stored_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("beam_ckpt.manifest.PACKED_ABOVE", 0)
+    monkeypatch.setattr("beam_ckpt.manifest._GZIP_LEVEL", 0)
+    manifest = a_manifest(1)
+    assert manifest.to_bytes() == manifest.to_json()
+
+
+def a_packed_manifest() -> tuple[CheckpointManifest, bytes]:
+    inline = base64.b64encode(bytes(range(200))).decode()
+    sidecar = entry(path=None, inline=inline, size_bytes=200)
+    manifest = a_manifest(1, operators=listing([("a", 0, sidecar)]))
+    return manifest, gzip.compress(manifest.to_json(), 9, mtime=0)
+
+
+def test_gzip_cut_short_anywhere_is_a_typed_error() -> None:
+    _, packed = a_packed_manifest()
+    for end in range(len(packed)):
+        with pytest.raises(InvalidCheckpointError, match=r"^here is invalid: "):
+            CheckpointManifest.from_bytes(packed[:end], where="here")
+        with pytest.raises(InvalidCheckpointError, match=r"^here is invalid: "):
+            CheckpointManifest.from_bytes(packed[:end] + packed[end + 1 :], where="here")
+
+
+def test_any_bit_of_gzip_flipped_is_a_typed_error_or_changes_nothing() -> None:
+    """What its checksum does not cover are header and padding; the marker seals these as well."""
+    manifest, packed = a_packed_manifest()
+    harmless = set()
+    for bit in range(len(packed) * 8):
+        changed = bytearray(packed)
+        changed[bit // 8] ^= 1 << bit % 8
+        try:
+            found = CheckpointManifest.from_bytes(bytes(changed), where="here")
+        except InvalidCheckpointError as e:
+            assert str(e).startswith("here is invalid: ")
+        else:
+            assert found == manifest
+            harmless.add(bit // 8)
+    # Flags, time, level and system; and what fills up the last byte before the checksum.
+    assert harmless <= {*range(3, 10), len(packed) - 9}
+
+
+def test_gzip_is_unpacked_in_bounded_memory() -> None:
+    """A quarter of a megabyte that would be 256."""
+    gzip_of_zeros = zlib.compressobj(9, zlib.DEFLATED, 31)
+    bomb = b"".join(gzip_of_zeros.compress(bytes(1 << 20)) for _ in range(256))
+    bomb += gzip_of_zeros.flush()
+    assert len(bomb) < 1 << 19
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidCheckpointError, match="more than the 16777216 bytes that are"):
+            CheckpointManifest.from_bytes(bomb, where="here")
+        assert tracemalloc.get_traced_memory()[1] < 40 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_gzip_is_unpacked_up_to_16_mebibytes() -> None:
+    manifest, _ = a_packed_manifest()
+    full = manifest.to_json() + b" " * (MAX_MANIFEST_BYTES - len(manifest.to_json()))
+    assert CheckpointManifest.from_bytes(gzip.compress(full), where="here") == manifest
+    with pytest.raises(InvalidCheckpointError, match="more than the 16777216 bytes that are"):
+        CheckpointManifest.from_bytes(gzip.compress(full + b" "), where="here")
+
+
+def test_gzip_of_more_than_16_mebibytes_is_not_unpacked() -> None:
+    _, packed = a_packed_manifest()
+    long = packed + bytes(MAX_MANIFEST_BYTES + 1 - len(packed))
+    with pytest.raises(InvalidCheckpointError, match="16777217 bytes, 16777216 allowed"):
+        CheckpointManifest.from_bytes(long, where="here")
+
+
+@given(st.binary(max_size=300), st.integers(0, 40))
+def test_any_bytes_in_gzip_are_a_typed_error(data: bytes, cut: int) -> None:
+    packed = gzip.compress(data)
+    for hostile in (packed, packed[:cut] + data, packed + data):
+        with pytest.raises(InvalidCheckpointError, match=r"^here "):
+            CheckpointManifest.from_bytes(hostile, where="here")
 
 
 @given(st.binary(max_size=300) | st.text(max_size=300).map(str.encode))

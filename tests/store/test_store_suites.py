@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import uuid
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from beam_ckpt.store import (
     ObjectStoreCheckpointStore,
 )
 from beam_ckpt.testing.gcs import GcsBucket
-from beam_ckpt.testing.store import BlobStoreSuite, Opener
+from beam_ckpt.testing.store import BlobStoreSuite, Opener, commit
 
 
 class TestFileSystemStore(BlobStoreSuite):
@@ -27,6 +28,18 @@ class TestMemoryStore(BlobStoreSuite):
     def opener(self) -> Opener[MemoryCheckpointStore]:
         name = uuid.uuid4().hex
         return lambda at="", **options: MemoryCheckpointStore(f"{name}-{at}", **options)
+
+
+class TestStoreOfPackedManifests(TestMemoryStore):
+    """Every manifest is gzip, however small."""
+
+    @pytest.fixture(autouse=True)
+    def pack_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("beam_ckpt.manifest.PACKED_ABOVE", 0)
+
+    def test_small_ones_are_gzip(self, store: MemoryCheckpointStore) -> None:
+        commit(store, 1)
+        assert gzip.decompress(store.blobs.get("manifests/000000000001.json")[0])
 
 
 class TestObjectStore(BlobStoreSuite):

@@ -21,7 +21,7 @@ from beam_ckpt.store import (
     open_store,
 )
 from beam_ckpt.testing.faults import FaultPlan, faulty_store
-from beam_ckpt.testing.store import Opener, StoreSuite, a_manifest, commit
+from beam_ckpt.testing.store import Opener, StoreSuite, a_large_manifest, a_manifest, commit
 
 
 class ForeignStore(CheckpointStore):
@@ -151,6 +151,16 @@ def test_a_foreign_store_refuses_to_read_peers_unless_it_says_how() -> None:
     ):
         with pytest.raises(InvalidCheckpointError, match="holds participant 0 only"):
             read(1, 1)
+
+
+@pytest.mark.parametrize("groups", [1, 40])
+def test_recovery_hears_the_marker_that_a_foreign_store_has(groups: int) -> None:
+    """Its seal is of what that store keeps, which may be anything but the JSON."""
+    store = ForeignStore(MemoryCheckpointStore(uuid.uuid4().hex, key_group_count=groups))
+    final = store.finalize(store.save(a_large_manifest(store, 1, groups=groups)).id)
+    facts = store._facts(1, deep=True)
+    assert (facts.manifest, facts.marker, facts.issues) == (final, store.final_marker(1), ())
+    assert store._facts(2, deep=True).marker is None
 
 
 def test_an_open_store_passes_through_open_store() -> None:
