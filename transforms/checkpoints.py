@@ -50,10 +50,10 @@ from beam_ckpt.transforms.columns import CellState, OperatorState
 from beam_ckpt.transforms.committer import START, CheckpointResult, CommitFn
 from beam_ckpt.transforms.elements import LiveOrRestored
 from beam_ckpt.transforms.first_touch import SavedRecords
-from beam_ckpt.transforms.graph import check_neighbours, check_timestamps
+from beam_ckpt.transforms.graph import check_neighbours, check_timestamps, comes_in_one_go
 from beam_ckpt.transforms.keyed_state.clock import DRAINED, MS, Epochs
 from beam_ckpt.transforms.keyed_state.dofn import StatefulWrapper, wrap
-from beam_ckpt.transforms.keyed_state.operator import SNAPSHOTS, OperatorConfig
+from beam_ckpt.transforms.keyed_state.operator import SNAPSHOTS, OperatorConfig, never_waits
 from beam_ckpt.transforms.migrations import (
     Migrations,
     OperatorMigration,
@@ -650,7 +650,7 @@ class _Operator(beam.PTransform[Any, Any]):
         )
         run.get_resource_hints().update(self.get_resource_hints())
         outputs = self._input(
-            pcoll, operator, restoring, saved_uid, migration
+            pcoll, operator, config, saved_uid, migration
         ) | "Run" >> run.with_outputs(SNAPSHOTS, *(self._tags or ()), main=self._main_tag or "main")
         job._operators.append(operator)
         job._inputs[uid] = pcoll
@@ -672,12 +672,16 @@ class _Operator(beam.PTransform[Any, Any]):
         self,
         pcoll: Any,
         operator: OperatorState,
-        restoring: bool,
+        config: OperatorConfig,
         saved_uid: str,
         migration: OperatorMigration | None,
     ) -> Any:
-        job = self._job
+        job, restoring = self._job, config.restoring
         if pcoll.is_bounded and not job._streaming and not restoring:
+            if config.one_bundle and never_waits(config) and comes_in_one_go(pcoll):
+                # As a plain ParDo, it may be fused with what is before it: no element is encoded
+                # only to be decoded. (Elements that wait are not to be what somebody else holds.)
+                return pcoll
             return pcoll | "Alone" >> AloneInItsStage()
         # The same graph whether there is something to restore or not: a stream that started fresh
         # can be updated in place (Dataflow's --update) after its checkpoints are there. It keeps

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import apache_beam as beam
+from apache_beam.io.iobase import SDFBoundedSourceReader
 from apache_beam.pvalue import PCollection
+from apache_beam.runners.common import DoFnSignature
 from apache_beam.transforms.trigger import AccumulationMode, AfterCount, Always, Repeatedly
 from apache_beam.transforms.userstate import is_stateful_dofn
 from apache_beam.transforms.window import (
@@ -26,7 +28,7 @@ from apache_beam.transforms.window import (
 from beam_ckpt.errors import PipelineRefusedError
 from beam_ckpt.transforms.keyed_state.clock import Epochs
 
-__all__ = ["check_neighbours", "check_timestamps", "cut_window"]
+__all__ = ["check_neighbours", "check_timestamps", "comes_in_one_go", "cut_window"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -158,6 +160,34 @@ NO_EVENT_TIME = (
     "TimestampedValue(x, time_of(x))), or take one checkpoint at the drained end of the input, "
     "without `every` and `until`"
 )
+
+
+def comes_in_one_go(pcoll: PCollection[Any]) -> bool:
+    """Whether nothing upstream, as far as the next grouping, comes back for more.
+
+    Timers do, and splittable DoFns may, but for those that read a bounded source. A runner that
+    fuses a stateful step with what is before it gives it all in the first bundle then.
+    """
+    seen: set[int] = set()
+    waiting = [pcoll]
+    while waiting:
+        part = getattr(waiting.pop(), "producer", None)
+        if part is None:
+            return False
+        if id(part) in seen or isinstance(part.transform, (beam.GroupByKey, beam.Impulse)):
+            continue
+        seen.add(id(part))
+        if isinstance(part.transform, beam.ParDo):
+            fn = part.transform.fn
+            if _is_stateful(part.transform) or (
+                DoFnSignature(fn).is_splittable_dofn()
+                and _enclosing(part, lambda t: isinstance(t, SDFBoundedSourceReader)) is None
+            ):
+                return False
+        elif not isinstance(part.transform, beam.Flatten):
+            return False
+        waiting += part.inputs
+    return True
 
 
 def _cuts(epochs: Epochs) -> str:

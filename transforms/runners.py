@@ -119,7 +119,8 @@ def fires_each_timer_once(pipeline: beam.Pipeline) -> bool:
 def reads_in_one_bundle(pipeline: beam.Pipeline) -> bool:
     """Tells whether the runner is known to give a stage all of a bounded input in one bundle.
 
-    FnApiRunner does, to a stage that begins with a Flatten: its input is what other stages wrote.
+    FnApiRunner does: the input of a stage is an Impulse or what other stages wrote. (A splittable
+    DoFn in it may come back for more: see `comes_in_one_go`.)
     """
     from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner
 

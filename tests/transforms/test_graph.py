@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from typing import Any
 
 import apache_beam as beam
 import pytest
-from apache_beam.coders import VarIntCoder
+from apache_beam.coders import FastPrimitivesCoder, VarIntCoder
+from apache_beam.io.restriction_trackers import OffsetRange, OffsetRestrictionTracker
+from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner
+from apache_beam.testing.test_stream import TestStream
 from apache_beam.transforms.core import Windowing
+from apache_beam.transforms.timeutil import TimeDomain
 from apache_beam.transforms.trigger import (
     AccumulationMode,
     AfterCount,
@@ -16,7 +21,12 @@ from apache_beam.transforms.trigger import (
     Always,
     Repeatedly,
 )
-from apache_beam.transforms.userstate import ReadModifyWriteStateSpec
+from apache_beam.transforms.userstate import (
+    BagStateSpec,
+    ReadModifyWriteStateSpec,
+    TimerSpec,
+    on_timer,
+)
 from apache_beam.transforms.window import (
     FixedWindows,
     GlobalWindows,
@@ -28,7 +38,7 @@ from apache_beam.transforms.window import (
 from beam_ckpt import inspect, open_store
 from beam_ckpt.errors import PipelineRefusedError
 from beam_ckpt.transforms import CheckpointedParDo, Checkpoints
-from beam_ckpt.transforms.graph import cut_window
+from beam_ckpt.transforms.graph import comes_in_one_go, cut_window
 from beam_ckpt.transforms.keyed_state.clock import Epochs
 
 S = 1_000_000
@@ -271,3 +281,166 @@ def test_what_is_flattened_has_one_coder_and_one_windowing():
     assert any("TrackOffsets(log)" in name for name in flattens)
     assert any("Entries" in name for name in flattens)
     assert {name: kinds for name, kinds in flattens.items() if len(kinds) > 1} == {}
+
+
+class OneByOne(beam.RestrictionProvider):
+    def initial_restriction(self, element):
+        return OffsetRange(*element)
+
+    def create_tracker(self, restriction):
+        return OffsetRestrictionTracker(restriction)
+
+    def restriction_size(self, element, restriction):
+        return restriction.size()
+
+
+ONE_BY_ONE = beam.DoFn.RestrictionParam(OneByOne())
+
+
+class EveryOneFn(beam.DoFn):
+    """Splittable: a runner may be told to come back for the rest."""
+
+    def process(
+        self,
+        element,
+        tracker=ONE_BY_ONE,
+    ):
+        offsets = tracker.current_restriction()
+        for i in range(offsets.start, offsets.stop):
+            if tracker.try_claim(i):
+                yield "a", i
+
+
+def sources(p: beam.Pipeline) -> dict[str, Any]:
+    """By what is upstream: a PCollection."""
+    one, many = p | "One" >> beam.Create([("a", 1)]), p | "Many" >> beam.Create([("a", 1)] * 9)
+    counted = many | "Count" >> beam.ParDo(CountFn())
+    ranges = p | "Ranges" >> beam.Create([(0, 5)])
+    job = Checkpoints(p, "memory://sources")
+    return {
+        "create": one,
+        "create of many": many,
+        "windows and maps": one | beam.WindowInto(FixedWindows(5)) | beam.Map(lambda kv: kv),
+        "flatten": (one, many) | beam.Flatten(),
+        "side input": one | "Side" >> beam.Map(lambda kv, n: kv, beam.pvalue.AsIter(many)),
+        "files": p | beam.io.ReadFromText("setup.cfg") | "Key" >> beam.Map(lambda line: ("a", 1)),
+        "grouped state": counted | "Grouped" >> beam.GroupByKey(),
+        "shuffled state": counted | beam.Reshuffle(),
+        "state": counted,
+        "state in one branch": (one, counted) | "Mixed" >> beam.Flatten(),
+        "an operator": one | "Operator" >> job.ParDo(CountFn(), uid="of sources"),
+        "splittable": ranges | "Splittable" >> beam.ParDo(EveryOneFn()),
+        "stream": p | TestStream().add_elements([("a", 1)]).advance_watermark_to_infinity(),
+    }
+
+
+def test_what_upstream_comes_back_for_more():
+    """State may have timers, and what is grouped comes from a stage of its own."""
+    p = beam.Pipeline(runner="FnApiRunner")
+    found = {name: comes_in_one_go(pcoll) for name, pcoll in sources(p).items()}
+    comes_back = {"state", "state in one branch", "an operator", "splittable", "stream"}
+    assert {name for name, in_one_go in found.items() if not in_one_go} == comes_back
+
+
+def stages_of(p: beam.Pipeline, monkeypatch) -> list[list[str]]:
+    """Runs a pipeline on FnApiRunner; returns the transforms of each of its stages."""
+    found: list[list[str]] = []
+    run_stages = FnApiRunner.run_stages
+
+    def noted(self, context, stages):
+        found.extend([t.unique_name for t in stage.transforms] for stage in stages)
+        return run_stages(self, context, stages)
+
+    monkeypatch.setattr(FnApiRunner, "run_stages", noted)
+    p.run().wait_until_finish()
+    return found
+
+
+@pytest.mark.parametrize("every", [None, 60])
+def test_an_operator_of_which_no_element_waits_is_fused_with_its_source(every, monkeypatch):
+    """As a plain ParDo; where elements wait, they come encoded from a stage of their own."""
+    p = beam.Pipeline(runner="FnApiRunner")
+    job = Checkpoints(p, f"memory://{uuid.uuid4().hex}", every=every)
+    stamp = beam.Map(lambda kv: TimestampedValue(kv, 1)).with_output_types(tuple[str, int])
+    with job:
+        source = p | "Source" >> beam.Create([("a", 1)]) | "Stamp" >> stamp
+        _ = source | "Run" >> job.ParDo(CountFn(), uid="op")
+    (together,) = [s for s in stages_of(p, monkeypatch) if any("Wrapper" in name for name in s)]
+    assert any(name == "Stamp" for name in together) == (every is None)
+
+
+class LaterFn(beam.DoFn):
+    """Passes elements on, from timers and one after the other."""
+
+    HELD = BagStateSpec("held", VarIntCoder())
+    TURN = TimerSpec("turn", TimeDomain.WATERMARK)
+
+    def process(
+        self,
+        element,
+        held=beam.DoFn.StateParam(HELD),
+        turn=beam.DoFn.TimerParam(TURN),
+    ):
+        held.add(element[1])
+        turn.set(100)
+
+    @on_timer(TURN)
+    def on_turn(
+        self,
+        key=beam.DoFn.KeyParam,
+        at=beam.DoFn.TimestampParam,
+        held=beam.DoFn.StateParam(HELD),
+        turn=beam.DoFn.TimerParam(TURN),
+    ):
+        first, *others = sorted(held.read())
+        held.clear()
+        for value in others:
+            held.add(value)
+        if others:
+            turn.set(at + 100)
+        yield key, first
+
+
+@pytest.mark.parametrize("first", ["ParDo", "CheckpointedParDo"])
+def test_what_timers_before_an_operator_emit_is_in_its_state(first, tmp_path):
+    """Fused with them, it would take its last checkpoint before they have come to their end."""
+    data = [(key, value) for key in "ab" for value in range(5)]
+    typed = beam.typehints.with_output_types(tuple[str, int])(LaterFn)()
+    with beam.Pipeline(runner="FnApiRunner") as p:
+        step: Any = beam.ParDo(typed)
+        if first == "CheckpointedParDo":
+            step = CheckpointedParDo(typed, uid="later", store=str(tmp_path / "later"))
+        stamp = beam.Map(lambda kv: TimestampedValue(kv, kv[1])).with_output_types(tuple[str, int])
+        later = p | "Source" >> beam.Create(data) | stamp | "Later" >> step
+        _ = later | CheckpointedParDo(SumFn(), uid="sums", store=str(tmp_path / "sums"))
+    rows = inspect.state(str(tmp_path / "sums"), "sums").to_pylist()
+    assert {row["key"]: row["sum"] for row in rows} == {"a": 10, "b": 10}
+
+
+class CollectFn(beam.DoFn):
+    ALL = BagStateSpec("all", FastPrimitivesCoder())
+    LAST = ReadModifyWriteStateSpec("last", FastPrimitivesCoder())
+
+    def process(self, element, kept=beam.DoFn.StateParam(ALL), last=beam.DoFn.StateParam(LAST)):
+        kept.add(element[1])
+        last.write(element[1])
+
+
+def one_list_three_times(_):
+    values: list[int] = []
+    for i in range(3):
+        values.append(i)
+        yield TimestampedValue(("a", values), i)
+    values.append(-1)
+
+
+@pytest.mark.parametrize("every", [None, 60])
+def test_a_value_that_its_source_changes_later_is_as_it_was(every, tmp_path):
+    with beam.Pipeline(runner="FnApiRunner") as p:
+        source = beam.FlatMap(one_list_three_times).with_output_types(tuple[str, list[int]])
+        step = CheckpointedParDo(CollectFn(), uid="op", store=str(tmp_path), every=every)
+        _ = p | beam.Create([None]) | source | step
+    (row,) = inspect.state(str(tmp_path), "op").to_pylist()
+    decode = FastPrimitivesCoder().decode
+    assert [decode(item) for item in row["all"]] == [[0], [0, 1], [0, 1, 2]]
+    assert decode(row["last"]) == [0, 1, 2]

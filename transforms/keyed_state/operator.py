@@ -56,6 +56,7 @@ __all__ = [
     "KeyedOperator",
     "OperatorConfig",
     "needs_buffer",
+    "never_waits",
     "saves_again",
 ]
 
@@ -139,7 +140,7 @@ class OperatorConfig:
     saved: SavedRecords | None = None
 
 
-def _never_waits(config: OperatorConfig) -> bool:
+def never_waits(config: OperatorConfig) -> bool:
     """Whether an element is processed when it comes, but for one whose saved state is to come."""
     return not config.time_sorted and (config.epochs.every is None or not config.aligned)
 
@@ -148,7 +149,7 @@ def needs_buffer(signature: Signature, config: OperatorConfig) -> bool:
     """Whether elements can have to wait, or values be too large for the control cell."""
     return (
         config.restoring
-        or not _never_waits(config)
+        or not never_waits(config)
         or not all(is_small(cell.coder) for cell in signature.packed)
     )
 
@@ -182,7 +183,7 @@ class KeyedOperator:
         self._floor = self._boundary - (MS if config.time_sorted else 0)
         if config.boundary is None:
             self._floor = BEFORE_ALL
-        self._always_ready = _never_waits(config)
+        self._always_ready = never_waits(config)
         self._buffers = needs_buffer(signature, config)
         self._buffer_coder = BufferCoder(config.value_coder)
         self._keeps_unread = config.one_bundle and not config.rewrite and config.saved is None
