@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from beam_ckpt.blobs import BlobExists
+from beam_ckpt.blobs import BlobExists, BlobTooLarge
 from beam_ckpt.errors import (
     CheckpointConflictError,
     CheckpointNotFoundError,
@@ -206,7 +206,10 @@ def _create(target: BlobCheckpointStore, key: str, data: bytes, note: str = "") 
         try:
             target.blobs.put_if_absent(key, data, note)
         except BlobExists:
-            held = target.blobs.get(key)[0]
+            try:
+                held = target.blobs.get(key, max_bytes=len(data))[0]
+            except BlobTooLarge:  # it is longer than ours
+                held = None
             if held != data:
                 raise CheckpointConflictError(
                     f"{target._where(key)} exists with other content, which was left as it is: "

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import gzip
+import hashlib
+import json
 import logging
 import os
 import shutil
@@ -51,6 +54,18 @@ def manifest(tree: Path, checkpoint_id: int) -> Path:
     return tree / "manifests" / f"{checkpoint_id:012d}.json"
 
 
+def packed_manifest(tree: Path, checkpoint_id: int) -> Path:
+    """The manifest, as gzip as if it were a large one, and sealed like that."""
+    path = manifest(tree, checkpoint_id)
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    for sealing in (path.with_suffix(".final"), tree / "latest.json"):
+        sealed = json.loads(sealing.read_bytes())
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        sealing.write_text(json.dumps(sealed | {"manifest_sha256": digest}))
+    assert open_store(tree).recover_latest_validated().chosen_id == checkpoint_id
+    return path
+
+
 def sidecar(tree: Path, cut: int) -> Path:
     return min((tree / "state").glob(f"*/*/{cut}-*.parquet"))
 
@@ -79,6 +94,7 @@ def lose(path: Path) -> None:
 DAMAGE = {"truncated": truncate, "flipped": flip, "swapped": swap, "missing": lose}
 OBJECTS = {
     "manifest": lambda tree: manifest(tree, 3),
+    "packed manifest": lambda tree: packed_manifest(tree, 3),
     "sidecar": lambda tree: sidecar(tree, CUTS[2]),
     "older sidecar": lambda tree: sidecar(tree, CUTS[1]),
     "marker": lambda tree: manifest(tree, 3).with_suffix(".final"),

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from beam_ckpt import open_store
-from beam_ckpt.errors import CheckpointStorageError
-from beam_ckpt.manifest import RunIdentity
+from beam_ckpt.blobs import BlobMeta
+from beam_ckpt.errors import CheckpointConflictError, CheckpointStorageError
+from beam_ckpt.manifest import MAX_MANIFEST_BYTES, RunIdentity
 from beam_ckpt.store import copy
-from beam_ckpt.testing.faults import Fault, FaultPlan, faulty_store
+from beam_ckpt.testing.faults import Fault, FaultPlan, FaultyBlobs, faulty_store
 from beam_ckpt.testing.gcs import GcsBucket
-from beam_ckpt.testing.store import a_manifest, commit, listing, write
+from beam_ckpt.testing.store import a_manifest, commit, listing, path_of, write
 
 
 def test_a_tree_goes_from_files_to_a_bucket_and_back(tmp_path: Path, gcs_bucket: GcsBucket) -> None:
@@ -53,6 +54,32 @@ def test_a_tree_that_was_moved_by_other_means_is_a_store_where_it_is(tmp_path: P
     assert moved.load_latest() == last
     assert moved.validate_checkpoint(1).valid
     assert moved.recover_latest_validated().chosen_id == 1
+
+
+def test_a_copy_reads_no_more_of_what_is_there_than_it_brings(tmp_path: Path) -> None:
+    source, target = open_store(tmp_path / "a"), open_store(tmp_path / "b")
+    final = commit(source, 1)
+    copy(source, target)
+    longest = {
+        "manifests/000000000001.json": MAX_MANIFEST_BYTES,  # the same, packed by another zlib?
+        "manifests/000000000001.final": 1024,
+        path_of(final): final.sidecars()[0][2].size_bytes,
+    }
+
+    class Watching(FaultyBlobs):
+        def get(self, key: str, *, max_bytes: int | None = None) -> tuple[bytes, BlobMeta]:
+            assert max_bytes is not None
+            assert max_bytes <= longest.get(key, 1024)
+            return super().get(key, max_bytes=max_bytes)
+
+    watched = target.with_blobs(Watching(target.blobs, FaultPlan()))  # type: ignore[attr-defined]
+    for key in longest:
+        held = target.blobs.get(key)[0]  # type: ignore[attr-defined]
+        target.blobs.put(key, held * 2)  # type: ignore[attr-defined]
+        with pytest.raises(CheckpointConflictError, match="exists with other content"):
+            copy(source, watched)
+        target.blobs.put(key, held)  # type: ignore[attr-defined]
+    assert copy(source, watched).present == (1,)
 
 
 def test_a_copy_that_was_interrupted_is_taken_up_again(tmp_path: Path) -> None:
