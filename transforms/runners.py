@@ -2,9 +2,10 @@
 
 Everything rests on one promise of the Beam model: the watermark downstream of a stage is held by
 the stage's timers. Prism, Flink and Dataflow keep it. FnApiRunner keeps it between stages, so each
-stage with a clock has to be alone in its stage (`AloneInItsStage`); BundleBasedDirectRunner does
-not keep it ("add corresponding watermark holds", a TODO in its source), but it knows keyed holds,
-so it can be taught to (`prepare`).
+step with a clock begins its stage (`AloneInItsStage`), unless all that is before it in the stage is
+done in one go (`comes_in_one_go`); BundleBasedDirectRunner does not keep it ("add corresponding
+watermark holds", a TODO in its source), but it knows keyed holds, so it can be taught to
+(`prepare`).
 
 And on one more: a key is in one bundle at a time. Prism breaks it when it splits a bundle that is
 slow, unless it is told not to split (`prepare`).
