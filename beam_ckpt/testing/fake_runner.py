@@ -91,10 +91,13 @@ class FakeCheckpoint:
     Attributes:
         boundary: The cut in microseconds; None: the input was drained.
         records: The newest record of each key and window; tombstones are left out.
+        read: What a restore has read of it: records, or chunks of them. None: the records as they
+            are here.
     """
 
     boundary: int | None
     records: dict[Slot, SnapshotRecord]
+    read: tuple[tuple[Slot, bytes], ...] | None = None
 
 
 @dataclass
@@ -105,6 +108,8 @@ class FakeRun:
         outputs: In the order in which they were made.
         records: How many records of cuts were made, by what they hold.
         written: All of them, with their boundaries, in order of these.
+        emitted: The same as they leave the operator, in chunks where they are large: key group,
+            boundary and bytes.
         checkpoints: One for each boundary at which a record came, in order; the last boundary of
             the run is always among them.
         left: Slots of which the runner still holds state at the end.
@@ -115,6 +120,7 @@ class FakeRun:
     outputs: list[Output] = field(default_factory=list)
     records: Counter[str] = field(default_factory=Counter)
     written: list[tuple[int, bytes]] = field(default_factory=list)
+    emitted: list[tuple[int, int, bytes]] = field(default_factory=list)
     checkpoints: list[FakeCheckpoint] = field(default_factory=list)
     left: list[Slot] = field(default_factory=list)
     downstream: list[Arrive | Advance] = field(default_factory=list)
@@ -201,6 +207,17 @@ class _Again(_Live):
 
 
 @dataclass(frozen=True)
+class _Saved:
+    """A record of a cut, and the parts in which it came."""
+
+    slot: Slot
+    boundary: int
+    key_group: int
+    record: bytes
+    parts: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
 class _Fire:
     """A fire of a key's clock."""
 
@@ -225,6 +242,7 @@ def run_faked(
     forward: bool = False,
     tags: Sequence[str] = (),
     chaos: Chaos | None = None,
+    key_groups: int = 7,
 ) -> FakeRun:
     """Runs `fn` as an operator of `(str, int)` would be run.
 
@@ -243,11 +261,12 @@ def run_faked(
         forward: `fn` has no outputs dated before its event, so none may be late downstream.
         tags: Of the tagged outputs.
         chaos: What the runner makes of its freedom; by default nothing.
+        key_groups: How many there are.
     """
     runner = _Runner(
         fn, signature or read_signature(fn), until, every, restored, time_sorted, rewrite, aligned,
         window_fn or GlobalWindows(), lateness, isinstance(source, StreamPlan), forward, tags,
-        chaos or Chaos(),
+        chaos or Chaos(), key_groups,
     )  # fmt: skip
     steps = source.steps if isinstance(source, StreamPlan) else (Arrive(tuple(source)),)
     return runner.run(steps)
@@ -270,6 +289,7 @@ class _Runner:
         forward: bool,
         tags: Sequence[str],
         chaos: Chaos,
+        key_groups: int,
     ) -> None:
         self._signature = signature
         self._window_fn, self._lateness = window_fn, lateness
@@ -293,7 +313,7 @@ class _Runner:
             boundary=None if restored is None else restored.boundary,
             restoring=restored is not None,
             rewrite=rewrite,
-            key_groups=7,
+            key_groups=key_groups,
             time_sorted=time_sorted,
             bounded=not streaming,
             windows=window_fn != GlobalWindows(),
@@ -358,6 +378,8 @@ class _Runner:
     def _saved_records(self) -> list[_Live]:
         if self._restored is None:
             return []
+        if self._restored.read is not None:
+            return [_Live(slot, BEFORE_ALL, Restored(data)) for slot, data in self._restored.read]
         boundary, found = self._restored.boundary, []
         for slot, saved in self._restored.records.items():
             record: SnapshotRecord | None = saved
@@ -449,10 +471,11 @@ class _Runner:
         last = DRAINED if last is None else last
         return _Cells(self._signature, self._value_coder, last, self._saves_again)
 
-    def _attempt(self, events: Sequence[_Live | _Fire]) -> list[Output | tuple[int, Slot, Any]]:
-        made: list[Output | tuple[int, Slot, Any]] = []
+    def _attempt(self, events: Sequence[_Live | _Fire]) -> list[Output | _Saved]:
+        made: list[Output | _Saved] = []
         self._operator.start_bundle()
         chunks = Chunks()
+        parts: list[bytes] = []
         for event in events:
             key, window = event.slot
             cells = self._slots[event.slot]
@@ -474,30 +497,33 @@ class _Runner:
                 outputs = self._operator.on_clock(key, at, window, handles)
             for output in outputs:
                 if isinstance(output, TaggedOutput) and output.tag == SNAPSHOTS:
-                    _, (boundary, record) = output.value.value
+                    key_group, (boundary, record) = output.value.value
+                    parts.append(record)
                     if is_chunk(record):
                         record = chunks.add(record)
                     if record is None:
                         continue
-                    made.append((boundary, event.slot, record))
+                    made.append(_Saved(event.slot, boundary, key_group, record, tuple(parts)))
+                    parts = []
                 else:
                     made += outputs_of(output, at, window, self._windowing)
         assert not len(chunks), "all chunks of a record come in one bundle"
         self._operator.flush()
         return made
 
-    def _take(self, made: Output | tuple[int, Slot, Any]) -> None:
+    def _take(self, made: Output | _Saved) -> None:
         if isinstance(made, Output):
             self._run.outputs.append(made)
             if self._forward:
                 at = made.timestamp // MS * MS
                 assert at >= self._out, f"{made} is late downstream: the watermark is {self._out}"
             return
-        boundary, slot, record = made
+        boundary, slot = made.boundary, made.slot
         assert boundary >= self._out, f"a record of the cut at {boundary} is late: {self._out}"
         records = self._records.setdefault(boundary, {})
         assert slot not in records, f"two records of {slot} for the cut at {boundary}"
-        records[slot] = SnapshotRecord.from_bytes(record)
+        records[slot] = SnapshotRecord.from_bytes(made.record)
+        self._run.emitted += ((made.key_group, boundary, part) for part in made.parts)
 
     def _hold(self) -> None:
         held = min(

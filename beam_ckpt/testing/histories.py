@@ -319,6 +319,7 @@ def histories(
     max_cuts: int = 5,
     lateness: tuple[int, ...] = (0, 45 * _SECOND),
     least_every: int = 7 * _SECOND,
+    data: SearchStrategy[strategies.DataSet] | None = None,
 ) -> SearchStrategy[History]:
     """Histories of one operator.
 
@@ -331,13 +332,15 @@ def histories(
         max_cuts: The greatest number of cuts.
         lateness: Allowed latenesses to choose from.
         least_every: The least interval of checkpoints.
+        data: Where the elements come from; by default all kinds of data sets.
     """
     from hypothesis import strategies as st
 
     choice = st.booleans()
-    data_sets = st.one_of(
-        strategies.data_sets(min_size=1, max_size=max_size), strategies.trickles(max_size)
-    )
+    data_sets = data
+    if data_sets is None:
+        bursts = strategies.data_sets(min_size=1, max_size=max_size)
+        data_sets = st.one_of(bursts, strategies.trickles(max_size))
     intervals = st.one_of(st.none(), strategies.intervals())
     # Where the number changes all is written anew, and nothing stands on what was before.
     count = strategies.key_group_counts()
@@ -351,12 +354,12 @@ def histories(
     def draw_one(draw: DrawFn) -> History:
         free = draw(choice) if order_free is None else order_free
         program = draw(programs(order_free=free, kinds=kinds, forward=forward))
-        data = draw(data_sets)
+        elements = draw(data_sets)
         as_stream = draw(choice) if streaming is None else streaming
         source: StreamPlan | Sequence[Element] = (
-            draw(strategies.stream_plans(data)) if as_stream else data
+            draw(strategies.stream_plans(elements)) if as_stream else elements
         )
-        moments = [at for at, _, _ in data]
+        moments = [at for at, _, _ in elements]
         cuts = draw(strategies.cuts(max_cuts=max_cuts, aligned_to=moments))
         every = draw(intervals)
         return History(

@@ -80,12 +80,18 @@ def data_sets(
 
 
 @cache
-def trickles(max_size: int = 24) -> SearchStrategy[DataSet]:
-    """Data sets of one or two keys whose elements come again and again, over many epochs."""
+def trickles(max_size: int = 24, min_size: int = 5, names: str = "aab") -> SearchStrategy[DataSet]:
+    """Data sets of few keys whose elements come again and again, over many epochs.
+
+    Args:
+        max_size: The greatest number of elements.
+        min_size: The least number of elements.
+        names: The keys, some of them maybe more often.
+    """
     from hypothesis import strategies as st
 
     gap = st.sampled_from([0, 10 * _SECOND, 25 * _SECOND, 70 * _SECOND])
-    member = st.tuples(gap, st.sampled_from("aab"), st.integers(0, 12))
+    member = st.tuples(gap, st.sampled_from(names), st.integers(0, 12))
 
     def one_after_the_other(members: list[tuple[int, str, int]]) -> DataSet:
         at, elements = -60 * _SECOND, []
@@ -94,7 +100,7 @@ def trickles(max_size: int = 24) -> SearchStrategy[DataSet]:
             elements.append((at, key, value))
         return tuple(elements)
 
-    return st.lists(member, min_size=5, max_size=max_size).map(one_after_the_other)
+    return st.lists(member, min_size=min_size, max_size=max_size).map(one_after_the_other)
 
 
 def cuts(*, max_cuts: int = 5, aligned_to: Sequence[int] = ()) -> SearchStrategy[tuple[int, ...]]:
