@@ -35,8 +35,19 @@ from beam_ckpt.store import CheckpointStore, open_store
 from beam_ckpt.testing import strategies
 from beam_ckpt.testing.driven import DrivenCheckpoints
 from beam_ckpt.testing.event_loop import LoopState, Output, canonical, run_event_loop
-from beam_ckpt.testing.fake_runner import FakeCheckpoint, FakeRun, Slot, run_faked, state_of
-from beam_ckpt.testing.generated import KINDS, TAGS, Program, dofn
+from beam_ckpt.testing.fake_runner import Chaos, FakeCheckpoint, FakeRun, Slot, run_faked, state_of
+from beam_ckpt.testing.generated import (
+    KINDS,
+    TAGS,
+    Clear,
+    Emit,
+    Fold,
+    Program,
+    Set,
+    When,
+    Write,
+    dofn,
+)
 from beam_ckpt.testing.histories import (
     Chain,
     History,
@@ -66,7 +77,7 @@ from beam_ckpt.transforms.writer import SHARED_DELTA_BYTES, WriteSidecarsFn
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
 
-__all__ = ["Storage", "StoredHistory", "check_stored", "stored_histories"]
+__all__ = ["EXAMPLES", "Storage", "StoredHistory", "check_stored", "storages", "stored_histories"]
 
 _SECOND = 1_000_000
 _ALL = 10_000
@@ -140,6 +151,59 @@ class StoredHistory:
     def first(self) -> History:
         """The history of the only operator, or of the first one."""
         return self.example.first if isinstance(self.example, Chain) else self.example
+
+
+# Saves something in every epoch, in each key group, and clears it again.
+_BUSY = History(
+    Program(
+        cells=("value", "bag", "top"),
+        process=(
+            Fold(0),
+            When(2, 0, Write(1)),
+            When(3, 1, Write(2)),
+            Emit(),
+            When(3, 0, Set(0, 25 * _SECOND)),
+        ),
+        callbacks=((Clear(0), Clear(1), Clear(2), Emit()),),
+    ),
+    order_free=False,
+    source=tuple((at * 6 * _SECOND, "abcd"[at % 4], at) for at in range(24)),
+    cuts=(50 * _SECOND, 110 * _SECOND),
+    every=10 * _SECOND,
+    chaos=Chaos(5),
+)
+_TINY = Storage(
+    key_groups=3,
+    max_files=3,
+    keep=1,
+    limits=Limits(chunk_bytes=40, run_bytes=60, page_rows=1, page_bytes=200, file_bytes=600),
+    spill_bytes=0,
+    bag_bytes=0,
+    deltas_of_base=1e6,
+)
+EXAMPLES = (
+    StoredHistory(_BUSY, (_TINY, _TINY, replace(_TINY, key_groups=2))),
+    StoredHistory(
+        _BUSY, tuple(replace(_TINY, inline_threshold=4000, key_groups=n) for n in (1, 2, 2)), seed=1
+    ),
+    StoredHistory(_BUSY, (replace(_TINY, max_files=8, limits=DEFAULT_LIMITS),) * 3, seed=2),
+    StoredHistory(
+        _BUSY,
+        (
+            replace(
+                _TINY,
+                key_groups=1,
+                max_files=2,
+                deltas_of_base=0.375,
+                limits=replace(_TINY.limits, file_bytes=1),
+            ),
+        )
+        * 3,
+        seed=3,
+        on_disk=True,
+    ),
+)
+"""A few that reach nearly all that the settings are for, whatever Hypothesis draws."""
 
 
 def check_stored(stored: StoredHistory) -> Counter[str]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
+from contextlib import ExitStack
+from functools import partial
+from unittest import mock
 
 import apache_beam as beam
 import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.utils.timestamp import Timestamp
 from apache_beam.utils.windowed_value import PANE_INFO_UNKNOWN, WindowedValue
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import strategies as st
 
 from beam_ckpt import open_store
 from beam_ckpt.testing import cuts
@@ -28,8 +32,11 @@ from beam_ckpt.testing.histories import (
 )
 from beam_ckpt.testing.prism import prism_options
 from beam_ckpt.testing.replay import ReadReplay, ReplayLog
+from beam_ckpt.testing.stored import EXAMPLES, Storage, storages
+from beam_ckpt.testing.strategies import trickles
 from beam_ckpt.testing.streams import StreamPlan
-from beam_ckpt.transforms import Checkpoints
+from beam_ckpt.transforms import Checkpoints, checkpoints
+from beam_ckpt.transforms.keyed_state.operator import OperatorConfig
 
 S = 1_000_000
 # Examples: (of one operator, of chains).
@@ -55,27 +62,57 @@ def source_of(history: History, engine, boundary: int | None):
     return ReplayLog([(at, (key, value)) for at, key, value in history.elements], displacement=5)
 
 
-def check_history(history: History, engine) -> None:
+def options_of(storage: Storage) -> list[str]:
+    """What there are pipeline options for."""
+    return [
+        f"--checkpoint_key_groups={storage.key_groups}",
+        f"--checkpoint_max_files_per_group={storage.max_files}",
+        f"--checkpoint_inline_threshold={storage.inline_threshold}",
+        f"--checkpoint_shared_delta_bytes={storage.shared_delta_bytes}",
+        f"--checkpoint_keep={storage.keep}",
+    ]
+
+
+def check_history(
+    history: History, engine, stored: tuple[Storage, ...] | None = None
+) -> Counter[str]:
+    """Runs a history; with `stored`, each run stores its checkpoints in its own way."""
     program, fn = history.program, dofn(history.program)
     windowing = {"window_fn": history.window_fn, "lateness": history.lateness}
     store = open_store(f"memory://{uuid.uuid4().hex}")
     outputs, reference = [], None
-    for cut, key_groups in zip((*history.cuts, None), history.key_groups, strict=False):
+    counts: Counter[str] = Counter()
+    for number, cut in enumerate((*history.cuts, None)):
         boundary = None if reference is None else reference.boundary
         every = None if history.every is None else history.every / S
-        part = cuts.run_checkpointed(
-            fn,
-            source_of(history, engine, boundary),
-            runner=engine.runner,
-            store=store,
-            tags=TAGS,
-            time_sorted=not history.order_free,
-            alignment="exactly_once" if history.aligned else "at_least_once",
-            key_groups=key_groups,
-            until=None if cut is None else cut / S,
-            every=every,
-            **windowing,
-        )
+        options: list[str] = []
+        with ExitStack() as stack:
+            if stored is not None:
+                storage = stored[number]
+                options = options_of(storage)
+                config = partial(
+                    OperatorConfig,
+                    bag_bytes=storage.bag_bytes,
+                    waiting_bytes=storage.waiting_bytes,
+                )
+                stack.enter_context(storage.applied())
+                stack.enter_context(mock.patch.object(Checkpoints, "_limits", storage.limits))
+                stack.enter_context(mock.patch.object(checkpoints, "OperatorConfig", config))
+            part = cuts.run_checkpointed(
+                fn,
+                source_of(history, engine, boundary),
+                runner=engine.runner,
+                store=store,
+                tags=TAGS,
+                time_sorted=not history.order_free,
+                alignment="exactly_once" if history.aligned else "at_least_once",
+                key_groups=history.key_groups[number],
+                until=None if cut is None else cut / S,
+                every=every,
+                options=options,
+                **windowing,
+            )
+        count_stored(store, counts)
         expected = run_event_loop(fn, history.elements, until=cut, restored=reference, **windowing)
         reference = expected.state
         saved = cuts.saved_state(store, fn, **windowing)
@@ -86,6 +123,16 @@ def check_history(history: History, engine) -> None:
     assert canonical(outputs) == canonical(
         run_event_loop(fn, history.elements, **windowing).outputs
     )
+    return counts
+
+
+def count_stored(store, counts: Counter[str]) -> None:
+    newest = store.load_latest()
+    counts[f"{newest.key_group_count} key groups"] += 1
+    for _, _, entry in newest.sidecars():
+        counts[entry.kind] += 1
+        counts["shared"] += entry.is_shared
+        counts["inline"] += entry.path is None
 
 
 def run_chain(chain: Chain, engine, store, source, cut: int | None) -> list[Output]:
@@ -196,6 +243,46 @@ def holds_on(engine, examples: dict[str, tuple[int, int]], record_property, **dr
     record_property(
         "counts", f"{alone} operators and {in_chains} chains, {pipelines} pipelines on {engine}"
     )
+
+
+def holds_with_everything(examples: int, engine, record_property) -> Counter[str]:
+    """Deltas, merges, pages, chunks, spilled values and key groups, all drawn for each run."""
+    counts: Counter[str] = Counter()
+    drawn = histories(
+        max_cuts=2, streaming=False, least_every=25 * S, data=trickles(14, 7, names="aabcd")
+    )
+
+    @settings(
+        max_examples=examples, derandomize=True, report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @example(history=EXAMPLES[0].first, stored=EXAMPLES[0].storages)
+    @example(history=EXAMPLES[1].first, stored=EXAMPLES[1].storages)
+    @given(history=drawn, stored=st.tuples(*[storages()] * 3))
+    def holds(history: History, stored: tuple[Storage, ...]) -> None:
+        counts.update(check_history(history, engine, stored))
+
+    holds()
+    told = ", ".join(f"{what} {number}" for what, number in sorted(counts.items()))
+    record_property("counts", f"{examples} operators on {engine}: {told}")
+    return counts
+
+
+FN_API = pytest.mark.parametrize("engine", ["FnApiRunner-batch"], indirect=True)
+
+
+@FN_API
+def test_with_everything_switched_on_a_cut_changes_nothing(engine, record_property):
+    counts = holds_with_everything(5, engine, record_property)
+    assert not {what for what in ("full", "delta", "shared", "inline") if not counts[what]}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@FN_API
+def test_with_everything_switched_on_a_cut_changes_nothing_at_length(engine, record_property):
+    counts = holds_with_everything(60, engine, record_property)
+    assert not {what for what in ("full", "delta", "shared", "inline") if not counts[what]}
 
 
 @pytest.mark.timeout(1200)

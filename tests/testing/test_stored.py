@@ -20,18 +20,13 @@ from beam_ckpt.errors import CheckpointError
 from beam_ckpt.sidecar import PageStream, _encode, _merge
 from beam_ckpt.sidecar._patch import APPEND, REPLACE
 from beam_ckpt.testing import fake_runner
-from beam_ckpt.testing.fake_runner import Chaos
-from beam_ckpt.testing.generated import Clear, Emit, Fold, Program, Set, When, Write
-from beam_ckpt.testing.histories import History
-from beam_ckpt.testing.stored import Storage, StoredHistory, check_stored, stored_histories
+from beam_ckpt.testing.stored import EXAMPLES, StoredHistory, check_stored, stored_histories
 from beam_ckpt.transforms import committer, restore, writer
-from beam_ckpt.transforms._limits import DEFAULT_LIMITS, Limits
 from beam_ckpt.transforms._runs import Runs
 from beam_ckpt.transforms._shared import SharedPart
 from beam_ckpt.transforms.committer import CommitFn
 from beam_ckpt.transforms.keyed_state.key import KeyState
 
-S = 1_000_000
 FEW, MANY = 30, 700
 
 #: What has to have happened, or the settings show nothing.
@@ -59,58 +54,6 @@ REACHED = {
 }
 #: And in a long run.
 SELDOM = {"histories on disk", "slices moved"}
-
-
-#: Saves something in every epoch, in each of three key groups, and clears it again.
-BUSY = History(
-    Program(
-        cells=("value", "bag", "top"),
-        process=(
-            Fold(0),
-            When(2, 0, Write(1)),
-            When(3, 1, Write(2)),
-            Emit(),
-            When(3, 0, Set(0, 25 * S)),
-        ),
-        callbacks=((Clear(0), Clear(1), Clear(2), Emit()),),
-    ),
-    order_free=False,
-    source=tuple((at * 6 * S, "abcd"[at % 4], at) for at in range(24)),
-    cuts=(50 * S, 110 * S),
-    every=10 * S,
-    chaos=Chaos(5),
-)
-TINY = Storage(
-    key_groups=3,
-    max_files=3,
-    keep=1,
-    limits=Limits(chunk_bytes=40, run_bytes=60, page_rows=1, page_bytes=200, file_bytes=600),
-    spill_bytes=0,
-    bag_bytes=0,
-    deltas_of_base=1e6,
-)
-EXAMPLES = [
-    StoredHistory(BUSY, (TINY, TINY, replace(TINY, key_groups=2))),
-    StoredHistory(
-        BUSY, tuple(replace(TINY, inline_threshold=4000, key_groups=n) for n in (1, 2, 2)), seed=1
-    ),
-    StoredHistory(BUSY, (replace(TINY, max_files=8, limits=DEFAULT_LIMITS),) * 3, seed=2),
-    StoredHistory(
-        BUSY,
-        (
-            replace(
-                TINY,
-                key_groups=1,
-                max_files=2,
-                deltas_of_base=0.375,
-                limits=replace(TINY.limits, file_bytes=1),
-            ),
-        )
-        * 3,
-        seed=3,
-        on_disk=True,
-    ),
-]
 
 
 def holds_for(examples: int, record_property) -> Counter[str]:
