@@ -94,6 +94,9 @@ ROWS = {
     "another coder or kind of a cell than was saved":
         "transforms/test_migrations.py::"
         "test_a_run_goes_on_from_migrated_values_as_from_its_own",
+    "another number of key groups, or another setting of how state is stored, than in the run "
+    "before":
+        "testing/test_stored.py::test_with_everything_switched_on_a_cut_changes_nothing",
     "another uid of an operator":
         "transforms/test_migrations.py::test_an_operator_with_another_uid_goes_on",
     "other windows of the input than state was saved in":
