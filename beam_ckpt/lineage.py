@@ -8,11 +8,11 @@ Chains are kept short the way a log-structured merge tree keeps its runs few (O'
 where there is no room for one more, a new delta swallows the last one, and those before it that are
 no larger than what it has become. So a row is written a few times before it comes into a base.
 
-A small delta is mostly the footer of its file. So the small ones of an operator are one file, and
-in the chain of a key group stands which of its rows are the group's: a slice of it. Such a file
-stays whole as long as a slice of it is in use. Where less than half of one is, what is in use moves
-into the next shared file, as in the cleaning of a log-structured file system (Rosenblum and
-Ousterhout, 1991): shared files are never more than twice what is in use of them.
+A small sidecar is mostly the footer of its file. So the small deltas of an operator are one file,
+its small bases are another, and in the chain of a key group stands which of its rows are the
+group's: a slice of it. Such a file stays whole as long as a slice of it is in use. What is in use
+of files of which much is not moves into the next one, as in the cleaning of a log-structured file
+system (Rosenblum and Ousterhout, 1991): see `to_share`.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ What a new base replaces stays in the store as long as a retained checkpoint lis
 both bases and all deltas are there: 2.4 times the state, and 1.4 times as a rule.
 """
 
+_FILES_OF_BASES = 1.5
+"""Shared files of bases that are larger than what is in use of them by this factor are cleaned."""
 
 MAX_INLINE = 1024 * 1024
 """Bytes of state that a manifest holds itself; what is over it is written as files.
@@ -235,35 +237,74 @@ def _pieces(uid: str, operator: OperatorSnapshotEntry) -> Iterable[Piece]:
 
 
 def to_share(
-    operators: Mapping[str, OperatorSnapshotEntry], new: Iterable[NewSidecar]
-) -> dict[str, list[Piece]]:
-    """Returns what has to come into new shared files: by operator, in the order of key groups.
+    operators: Mapping[str, OperatorSnapshotEntry],
+    new: Iterable[NewSidecar],
+    weigh: Callable[[SidecarEntry], int] = _own_bytes,
+) -> list[list[Piece]]:
+    """Returns what has to come into new shared files: bases and deltas of an operator apart.
 
-    That is what is new and small, and what is left of shared files that are mostly not in use.
+    That is what is new and small, in the order of key groups, and after it, file by file, what is
+    left of shared files that have too much in them that is in use no more.
+
+    Deltas leave a file when less than half of it is in use. That is soon, as they are swallowed,
+    and they are few bytes. Bases are many, and those of a file are written anew at about the same
+    time if keys are touched evenly, so that what is moved out of a file that goes anyway is in the
+    store twice for nothing. So bases are left alone until all files of them (with their footers)
+    are more than one and a half times what is in use; then the emptiest files are cleaned, as few
+    as it takes. Over 1,000 epochs that touch 1 % of 20,000 keys in 128 or 16 key groups, evenly or
+    nine tenths of them in a tenth of the groups, at most 2.2 to 2.4 full checkpoints are retained
+    so. Cleaning each file of which less than three quarters are in use retains 2.4 to 2.7, and
+    writes 1.4 to 1.7 times the bytes in all.
 
     Args:
         operators: Of the next manifest, with the new sidecars in it.
         new: The new sidecars.
+        weigh: The bytes that a new one comes to in a shared file.
     """
     fresh = {(s.operator, s.key_group, s.entry.sha256) for s in new if s.shared}
-    found = {}
+    found: list[list[Piece]] = []
     for uid, operator in operators.items():
-        in_use: dict[str | None, int] = {}
-        for piece in _pieces(uid, operator):
-            if piece.entry.is_shared:
-                in_use[piece.entry.path] = in_use.get(piece.entry.path, 0) + piece.entry.own_bytes
-        pieces = [
-            piece
-            for piece in _pieces(uid, operator)
-            if (
-                2 * in_use[piece.entry.path] < piece.entry.size_bytes
-                if piece.entry.is_shared
-                else (uid, piece.key_group, piece.entry.sha256) in fresh
-            )
-        ]
-        if pieces:
-            found[uid] = pieces
+        for kind in ("full", "delta"):
+            there, files = list[Piece](), dict[str, list[Piece]]()
+            for piece in _pieces(uid, operator):
+                if piece.entry.kind != kind:
+                    continue
+                if piece.entry.is_shared:
+                    files.setdefault(piece.entry.path or "", []).append(piece)
+                elif (uid, piece.key_group, piece.entry.sha256) in fresh:
+                    there.append(piece)
+            if kind == "delta":
+                cleaned = [pieces for pieces in files.values() if _use(pieces) < 0.5]
+            else:
+                new_bytes = sum(weigh(piece.entry) for piece in there)
+                cleaned = _emptiest(files.values(), new_bytes)
+                # One by itself would be the same again, with a footer of its own.
+                if not there and len(cleaned) == 1:
+                    cleaned = []
+            if there or cleaned:
+                found.append([*there, *(piece for pieces in cleaned for piece in pieces)])
     return found
+
+
+def _in_use(pieces: Sequence[Piece]) -> int:
+    return sum(piece.entry.own_bytes for piece in pieces)
+
+
+def _use(pieces: Sequence[Piece]) -> float:
+    """Which part of a shared file is in use."""
+    return _in_use(pieces) / max(pieces[0].entry.size_bytes, 1)
+
+
+def _emptiest(files: Iterable[list[Piece]], new_bytes: int) -> list[list[Piece]]:
+    """Returns which shared files of bases are to be cleaned, so that all are not too large."""
+    by_use = sorted(files, key=_use)
+    total = new_bytes + sum(pieces[0].entry.size_bytes for pieces in by_use)
+    in_use = new_bytes + sum(map(_in_use, by_use))
+    for count, pieces in enumerate(by_use):
+        if total <= in_use * _FILES_OF_BASES:
+            return by_use[:count]
+        total -= pieces[0].entry.size_bytes - _in_use(pieces)
+    return by_use
 
 
 def relisted(

@@ -1,7 +1,8 @@
 """State that an earlier version saved is restored, whatever this version writes.
 
-`golden_state/v<n>` is a store with sidecars of format n, written by `write_golden` of the time. It
-is never changed once its version is released; a new version adds one.
+`golden_state/v<n>` is a store with sidecars of format n, written by `write_golden` of the time;
+`v<n>-<what>` is another one, of what came later than the first of the same format. None is changed
+once its version is released; a new version adds one.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ def test_a_run_goes_on_from_golden_state(tree: Path) -> None:
 
 
 def test_golden_sidecars_have_the_columns_that_queries_rely_on(tree: Path) -> None:
-    kinds, patches, left_out = set(), set(), set()
+    kinds, patches, left_out, shared = set(), set(), set(), set()
     for path in sorted(tree.glob("state/subject/*/*.parquet")):
         header, table = decode_sidecar(path.read_bytes(), where=str(path))
         kinds.add(header.kind)
@@ -164,7 +165,9 @@ def test_golden_sidecars_have_the_columns_that_queries_rely_on(tree: Path) -> No
         assert there == schema.names
         left_out.update({*table.column_names} - {*there})
         assert header.operator == "subject"
-        assert header.format_version == int(tree.name[1:])
+        if header.key_group is None:
+            shared.add(header.kind)
+        assert header.format_version == int(tree.name[1:].partition("-")[0])
         if "_patch" in schema.names:
             patches.update(table["_patch"].drop_null().to_pylist())
         assert [cell.coder for cell in header.cells] == [
@@ -174,6 +177,15 @@ def test_golden_sidecars_have_the_columns_that_queries_rely_on(tree: Path) -> No
         ]
     assert kinds == {"full", "delta"}
     assert left_out == ({"_carried"} if header.format_version > 2 else set())
+    assert (
+        shared
+        == {
+            "v1": set(),
+            "v2": set(),
+            "v3": {"delta"},
+            "v3-shared-bases": {"full", "delta"},
+        }[tree.name]
+    )
     # Cells that were replaced, kept and added to.
     told = {(0, 2, 0), (1, 0, 1)} if header.format_version > 1 else set()
     assert {tuple(patch) for patch in patches} >= told

@@ -8,8 +8,8 @@ from hashlib import sha256
 import pytest
 
 from beam_ckpt.errors import InvalidCheckpointError
-from beam_ckpt.lineage import NewSidecar, files_to_keep, inline_over, next_operators
-from beam_ckpt.manifest import SidecarEntry
+from beam_ckpt.lineage import NewSidecar, files_to_keep, inline_over, next_operators, to_share
+from beam_ckpt.manifest import OperatorSnapshotEntry, PartitionSnapshotEntry, SidecarEntry
 
 
 def entry(kind: str, size: int, rows: int = 1, name: str = "") -> SidecarEntry:
@@ -145,3 +145,92 @@ def test_what_is_over_the_limit_is_the_largest_that_is_new():
     assert over(59) == [40, 30]
     assert over(0) == [40, 30, 20, 10]
     assert inline_over(operators, news[-1:], 0) == news[-1:], "what was listed before stays"
+
+
+def shared(kind: str, file: str, size: int, own: int, first: int) -> SidecarEntry:
+    """A slice of a shared file."""
+    update = {
+        "first_row": first,
+        "file_rows": 100,
+        "slice_bytes": own,
+        "origin": sha256(f"{file} {first}".encode()).hexdigest()[:8],
+        "epoch": 1,
+    }
+    return entry(kind, size, name=f"shared/{file}").model_copy(update=update)
+
+
+def moved_with(
+    new_bytes: int, *files: tuple[str, int, list[int]], kind: str = "full"
+) -> list[list[str]]:
+    """Which new files there are, of what: `new`, and the names of the files it is out of.
+
+    Args:
+        new_bytes: A new sidecar, of a key group of its own; 0: none.
+        files: Name, size, and the bytes of each slice that is in use.
+        kind: Of all of them.
+    """
+    chains: dict[int, tuple[SidecarEntry, ...]] = {}
+    news = []
+    if new_bytes:
+        fresh = entry(kind, new_bytes, name="new").model_copy(update={"epoch": 2})
+        news = [NewSidecar("op", 0, 1, fresh, shared=True)]
+        chains[0] = (fresh,) if kind == "full" else (entry("full", 9000, name="base"), fresh)
+    for name, size, slices in files:
+        for first, own in enumerate(slices):
+            piece = shared(kind, name, size, own, first)
+            under = () if kind == "full" else (entry("full", 9000, name=f"b{len(chains) + 1}"),)
+            chains[len(chains) + 1] = (*under, piece)
+    operators = {
+        "op": OperatorSnapshotEntry(
+            partitions=tuple(
+                PartitionSnapshotEntry(partition_id=group, sidecars=chain)
+                for group, chain in sorted(chains.items())
+            )
+        )
+    }
+    return [
+        [str(piece.entry.path).removeprefix("state/op/").removeprefix("shared/") for piece in file]
+        for file in to_share(operators, news)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("new_bytes", "files", "found"),
+    [
+        (0, [("a", 100, [40, 40])], []),
+        (50, [("a", 100, [40, 40])], [["new"]]),  # 150 bytes, of which 130 are in use
+        # 260 bytes, 150 in use: what is left of the emptiest moves, and it is enough.
+        (50, [("a", 100, [50, 30]), ("b", 110, [10, 10])], [["new", "b", "b"]]),
+        (50, [("a", 150, [20, 20]), ("b", 150, [10, 20])], [["new", "b", "b", "a", "a"]]),
+        (0, [("a", 100, [80]), ("b", 150, [10]), ("c", 150, [20])], [["b", "c"]]),
+        (0, [("a", 100, [10])], []),  # it would be the same again
+        (0, [("a", 1000, [900]), ("b", 1000, [10])], []),
+        (1, [("a", 100, [10])], [["new", "a"]]),
+    ],
+)
+def test_bases_move_out_of_the_emptiest_files_until_the_rest_is_not_too_much(
+    new_bytes, files, found
+):
+    assert moved_with(new_bytes, *files) == found
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ([("a", 100, [20, 30])], []),
+        ([("a", 100, [20, 29])], [["a", "a"]]),
+        ([("a", 100, [20, 29]), ("b", 900, [900])], [["a", "a"]]),
+    ],
+)
+def test_deltas_move_out_of_each_file_of_which_less_than_half_is_in_use(files, found):
+    assert moved_with(0, *files, kind="delta") == found
+
+
+def test_bases_and_deltas_share_no_file():
+    base, delta = entry("full", 50, name="base"), entry("delta", 9, name="delta")
+    news = [NewSidecar("op", 3, 1, base, shared=True)]
+    news += [NewSidecar("op", 3, 2, delta, 1, base.sha256, shared=True)]
+    news += [NewSidecar("op", 4, 1, entry("full", 60, name="other"), shared=True)]
+    operators = next_operators({}, ["op"], news, 1)
+    kinds = [[(p.key_group, p.entry.kind) for p in file] for file in to_share(operators, news)]
+    assert kinds == [[(3, "full"), (4, "full")], [(3, "delta")]]

@@ -1,21 +1,22 @@
-"""The small deltas of an operator as one file: the rows of one key group after those of another."""
+"""The small sidecars of an operator as one file: a key group's rows after those of another."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import pyarrow as pa
 
 from beam_ckpt.errors import InvalidCheckpointError
 from beam_ckpt.lineage import Piece
 from beam_ckpt.manifest import SidecarEntry
-from beam_ckpt.sidecar import PATCH, decode_sidecar, encode_sidecar
+from beam_ckpt.sidecar import PATCH, SharedRows, decode_sidecar, encode_sidecar
 from beam_ckpt.sidecar._stream import with_columns_of
 from beam_ckpt.store import CheckpointStore
 from beam_ckpt.transforms.columns import OperatorState
 
-__all__ = ["SHARED_FILE_BYTES", "SharedPart", "shared_parts"]
+__all__ = ["SHARED_FILE_BYTES", "SharedPart", "footer_bytes", "shared_bytes", "shared_parts"]
 
 SHARED_FILE_BYTES = 1024 * 1024
 """Bytes in memory of the rows of a shared file, which is read whole for any of its key groups."""
@@ -35,14 +36,29 @@ class SharedPart:
     sizes: Sequence[int]
     rows: pa.Table
 
+    @property
+    def kind(self) -> Literal["full", "delta"]:
+        """Of all pieces."""
+        return self.pieces[0].entry.kind
+
     def encoded(self, operator: OperatorState, boundary: int | None) -> bytes:
         """Returns the bytes of the file."""
-        header = operator.header(key_group=None, boundary=boundary, kind="delta")
+        header = operator.header(key_group=None, boundary=boundary, kind=self.kind)
         return encode_sidecar(self.rows, header)
 
-    def listed(self, file: SidecarEntry) -> list[Piece]:
-        """Returns the pieces as slices of the file."""
+    def listed(self, file: SidecarEntry, footer_bytes: int) -> list[Piece]:
+        """Returns the pieces as slices of the file.
+
+        To a base belong its rows alone: what a small file is beside these is in use for nothing,
+        and goes when it comes together with others. Deltas, which are swallowed soon, are not to
+        be moved for that, so that they share the footer too.
+
+        Args:
+            file: Its entry.
+            footer_bytes: How many of its bytes are no rows.
+        """
         slices, first, total = [], 0, max(sum(self.sizes), 1)
+        bytes_of_all = file.size_bytes - (footer_bytes if self.kind == "full" else 0)
         for piece, size in zip(self.pieces, self.sizes, strict=True):
             entry = piece.entry
             update = {
@@ -53,12 +69,25 @@ class SharedPart:
                 "sha256": file.sha256,
                 "first_row": first,
                 "file_rows": file.rows,
-                "slice_bytes": -(-file.size_bytes * size // total),
+                "slice_bytes": -(-bytes_of_all * size // total),
                 "origin": entry.origin or entry.sha256[:8],
             }
             slices.append(replace(piece, entry=entry.model_copy(update=update)))
             first += entry.rows
         return slices
+
+
+def footer_bytes(data: bytes) -> int:
+    """Returns how many bytes of a sidecar are its footer."""
+    return int.from_bytes(data[-8:-4], "little")
+
+
+def shared_bytes(entry: SidecarEntry) -> int:
+    """Returns about how many bytes of a shared file an entry has, or would have."""
+    if entry.path is not None:
+        return entry.own_bytes
+    data = entry.inline_bytes()
+    return len(data) - footer_bytes(data)
 
 
 def shared_parts(
@@ -68,7 +97,7 @@ def shared_parts(
 
     Args:
         operator: Whose they are.
-        pieces: Deltas, inline or slices of files.
+        pieces: Of one kind, inline or slices of files, those of a file one after the other.
         store: Where these files are.
 
     Raises:
@@ -77,14 +106,14 @@ def shared_parts(
     held: list[Piece] = []
     tables: list[pa.Table] = []
     sizes: list[int] = []
-    old: tuple[str | None, bytes] = None, b""
+    old = SharedRows(SHARED_FILE_BYTES)
     for piece in pieces:
         entry = piece.entry
-        if entry.path is None or entry.path != old[0]:
-            old = entry.path, store.read_sidecar(entry)
-        where = entry.path or f"inline state of {operator.uid!r}, key group {piece.key_group}"
-        rows = entry.row_range if entry.is_shared else None
-        table = decode_sidecar(old[1], where=where, rows=rows)[1]
+        if entry.is_shared:
+            where, table = entry.path, old.of(entry, store.read_sidecar)
+        else:
+            where = f"inline state of {operator.uid!r}, key group {piece.key_group}"
+            table = decode_sidecar(store.read_sidecar(entry), where=where)[1]
         if len(table) != entry.rows:
             raise InvalidCheckpointError(
                 f"{where} has {len(table)} rows, expected {entry.rows}: start again from the last "

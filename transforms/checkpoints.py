@@ -89,7 +89,7 @@ from beam_ckpt.transforms.runners import (
 from beam_ckpt.transforms.signature import Signature, read_signature
 from beam_ckpt.transforms.state_io import retention
 from beam_ckpt.transforms.windows import window_identity
-from beam_ckpt.transforms.writer import SHARED_DELTA_BYTES, WriteSidecarsFn
+from beam_ckpt.transforms.writer import SHARED_THRESHOLD, WriteSidecarsFn
 
 __all__ = ["CheckpointedParDo", "Checkpoints", "Seconds"]
 
@@ -149,9 +149,9 @@ class Checkpoints:
         inline_threshold: A delta of at most so many bytes goes into the manifest, not into a file
             of its own, as long as all that is in it stays within 1 MiB. That saves a request for
             each; the manifest is written anew by every checkpoint. 0: none does.
-        shared_delta_bytes: A delta of at most so many bytes goes into one file with those of the
-            operator's other key groups: a file for each would be mostly footers. The writer keeps
-            them until they are merged, with its state at the runner. 0: each delta is a file of
+        shared_threshold: A base or a delta of at most so many bytes goes into one file with those
+            of the operator's other key groups: a file for each would be mostly footers. The writer
+            keeps them until they are merged, with its state at the runner. 0: each is a file of
             its key group.
 
     Raises:
@@ -180,7 +180,7 @@ class Checkpoints:
         renamed: Mapping[str, str] | None = None,
         max_files_per_group: int = 8,
         inline_threshold: int = 0,
-        shared_delta_bytes: int = SHARED_DELTA_BYTES,
+        shared_threshold: int = SHARED_THRESHOLD,
     ) -> None:
         prepare(pipeline)
         given = given_settings(pipeline.options)
@@ -199,7 +199,7 @@ class Checkpoints:
         on_missing = given.get("on_missing", on_missing)
         max_files_per_group = given.get("max_files_per_group", max_files_per_group)
         inline_threshold = given.get("inline_threshold", inline_threshold)
-        shared_delta_bytes = given.get("shared_delta_bytes", shared_delta_bytes)
+        shared_threshold = given.get("shared_threshold", shared_threshold)
         _check_choice("alignment", alignment, ("exactly_once", "at_least_once"))
         _check_choice("late", late, ("drop", "reprocess"))
         _check_choice("on_fallback", on_fallback, ("refuse", "accept"))
@@ -218,12 +218,12 @@ class Checkpoints:
                 f"inline_threshold={inline_threshold}. What to do: give bytes, 0 (every delta is a "
                 f"file) to {MAX_INLINE}."
             )
-        if not 0 <= shared_delta_bytes <= MAX_INLINE:
+        if not 0 <= shared_threshold <= MAX_INLINE:
             raise PipelineRefusedError(
-                f"shared_delta_bytes={shared_delta_bytes}. What to do: give bytes, 0 (each delta "
-                f"is a file of its key group) to {MAX_INLINE}."
+                f"shared_threshold={shared_threshold}. What to do: give bytes, 0 (each "
+                f"sidecar is a file of its key group) to {MAX_INLINE}."
             )
-        self._inline_threshold, self._shared_delta_bytes = inline_threshold, shared_delta_bytes
+        self._inline_threshold, self._shared_threshold = inline_threshold, shared_threshold
         self._pipeline = pipeline
         self._keep = retention(keep)
         self._key_groups, self._on_missing = key_groups, on_missing
@@ -488,7 +488,7 @@ class Checkpoints:
             name,
             self._limits,
             self._inline_threshold,
-            self._shared_delta_bytes,
+            self._shared_threshold,
         )
         commit = CommitFn(
             self._store,
@@ -844,7 +844,7 @@ class CheckpointedParDo(beam.PTransform[Any, Any]):
             value; then its outputs are the same on every runner.
         every: See `Checkpoints`. So are `until`, `restore`, `keep`, `key_groups`, `alignment`,
             `late`, `on_fallback`, `on_missing`, `migrations`, `renamed`, `max_files_per_group`,
-            `inline_threshold` and `shared_delta_bytes`.
+            `inline_threshold` and `shared_threshold`.
         **kwargs: Static arguments of ``process``.
 
     Returns:
@@ -875,7 +875,7 @@ class CheckpointedParDo(beam.PTransform[Any, Any]):
         renamed: Mapping[str, str] | None = None,
         max_files_per_group: int = 8,
         inline_threshold: int = 0,
-        shared_delta_bytes: int = SHARED_DELTA_BYTES,
+        shared_threshold: int = SHARED_THRESHOLD,
         **kwargs: Any,
     ) -> None:
         super().__init__()
@@ -896,7 +896,7 @@ class CheckpointedParDo(beam.PTransform[Any, Any]):
             "renamed": renamed,
             "max_files_per_group": max_files_per_group,
             "inline_threshold": inline_threshold,
-            "shared_delta_bytes": shared_delta_bytes,
+            "shared_threshold": shared_threshold,
         }
         self._outputs: tuple[tuple[str, ...], str | None] | None = None
 

@@ -5,8 +5,8 @@ sidecar of it is there, and publishes in the order of the boundaries: the manife
 its marker, the pointer; then it prunes. A retry finds its own manifest and changes nothing; a
 younger run's claim stops it (`FencedError`).
 
-The small deltas of an operator come with the news, and are one file of all its key groups, which is
-written before the manifest.
+The small sidecars of an operator come with the news: its bases are one file of all key groups, and
+its deltas are another, which are written before the manifest.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from beam_ckpt.manifest import (
 )
 from beam_ckpt.retention import KeepForRetry, KeepOnBothSides, RetentionPolicy
 from beam_ckpt.store import CheckpointStore
-from beam_ckpt.transforms._shared import SharedPart, shared_parts
+from beam_ckpt.transforms._shared import SharedPart, footer_bytes, shared_bytes, shared_parts
 from beam_ckpt.transforms.clocked import ClockedDoFn
 from beam_ckpt.transforms.columns import OperatorState
 from beam_ckpt.transforms.keyed_state.clock import DRAINED, MS
@@ -456,15 +456,18 @@ class CommitFn(ClockedDoFn):
     ) -> dict[str, OperatorSnapshotEntry]:
         """Writes the files that key groups share; returns the operators that list them."""
         moved: list[Piece] = []
-        for pieces in to_share(operators, new).values():
-            (first, *others) = pieces
-            if not others and first.entry.path is None:  # with nobody
+        # (Of other operators, which are only listed again, nothing is written.)
+        own = {operator.uid: operators[operator.uid] for operator in self._operators}
+        for pieces in to_share(own, new, shared_bytes):
+            if self._is_alone(pieces, own):
+                (first,) = pieces
                 entry = self._as_file(first).model_copy(update={"epoch": first.entry.epoch})
                 moved.append(replace(first, entry=entry))
                 written = [entry]
             else:
                 written = []
-                for part in shared_parts(self._operator(first.operator), pieces, self._store):
+                operator = self._operator(pieces[0].operator)
+                for part in shared_parts(operator, pieces, self._store):
                     entries = self._write_part(part, watermark)
                     moved += entries
                     written.append(entries[0].entry)
@@ -472,21 +475,34 @@ class CommitFn(ClockedDoFn):
             self._bytes_written.inc(sum(entry.size_bytes for entry in written))
         return relisted(operators, moved)
 
+    def _is_alone(
+        self, pieces: Sequence[Piece], operators: Mapping[str, OperatorSnapshotEntry]
+    ) -> bool:
+        """Whether what is small shares a file with nobody, and never will.
+
+        A base is there for long: the next ones of other key groups come together with it.
+        """
+        (first, *others) = pieces
+        if others or first.entry.path is not None:
+            return False
+        return first.entry.kind == "delta" or len(operators[first.operator].partitions) == 1
+
     def _operator(self, uid: str) -> OperatorState:
         return next(operator for operator in self._operators if operator.uid == uid)
 
     def _write_part(self, part: SharedPart, watermark: int | None) -> list[Piece]:
         operator = self._operator(part.pieces[0].operator)
+        data = part.encoded(operator, watermark)
         file = self._store.write_sidecar(
             operator=operator.uid,
             key_group=None,
             boundary=watermark,
             run_id=self._run_id,
-            data=part.encoded(operator, watermark),
-            kind="delta",
+            data=data,
+            kind=part.kind,
             rows=len(part.rows),
         )
-        return part.listed(file)
+        return part.listed(file, footer_bytes(data))
 
     def _as_file(self, sidecar: NewSidecar | Piece) -> SidecarEntry:
         """Writes what came inline as a file of its key group."""

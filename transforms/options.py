@@ -126,10 +126,10 @@ _OPTIONS = (
         "Bytes up to which a delta goes into the manifest, not into a file.",
     ),
     _Option(
-        "shared_delta_bytes",
-        "checkpoint_shared_delta_bytes",
+        "shared_threshold",
+        "checkpoint_shared_threshold",
         _number,
-        "Bytes up to which a delta goes into one file with those of other key groups.",
+        "Bytes up to which a base or a delta goes into one file with those of other key groups.",
     ),
 )
 

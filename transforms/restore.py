@@ -27,7 +27,7 @@ from beam_ckpt.errors import (
 )
 from beam_ckpt.manifest import CheckpointManifest, OperatorSpec
 from beam_ckpt.recovery import RecoveryReport
-from beam_ckpt.sidecar import stream_chain
+from beam_ckpt.sidecar import SharedRows, stream_chain
 from beam_ckpt.store import CheckpointStore
 from beam_ckpt.transforms._limits import DEFAULT_LIMITS, Limits
 from beam_ckpt.transforms.chunks import cut
@@ -383,6 +383,7 @@ class ReadGroupFn(beam.DoFn):
         self._limits = limits
         self._saved_uid, self._migration = saved_uid or operator.uid, migration
         self._manifest: CheckpointManifest | None = None
+        self._shared_rows = SharedRows()
 
     @property
     def operator(self) -> OperatorState:
@@ -414,7 +415,9 @@ class ReadGroupFn(beam.DoFn):
         sidecars = next((p.sidecars for p in saved.partitions if p.partition_id == key_group), ())
         if not sidecars:
             return
-        stream = stream_chain(sidecars, self._store.read_sidecar, source.schema)
+        stream = stream_chain(
+            sidecars, self._store.read_sidecar, source.schema, shared=self._shared_rows
+        )
         boundary = self._manifest.boundary
         for key, record, window in _rows(source, stream.pages):
             decoded = operator.window_coder.decode(window)

@@ -1,6 +1,6 @@
 """Records to sidecars: as a rule one file per operator, key group and boundary.
 
-A small delta goes to the committer as it is, which makes one file of those of all key groups.
+A small sidecar goes to the committer as it is, which makes one file of those of all key groups.
 
 The writer is keyed by (operator, key group) and wakes one millisecond after a boundary, when the
 watermark says that every record of it has come. It is in the global window. Records are sorted in
@@ -9,6 +9,7 @@ runs, and runs and files merged as streams: what is in memory does not depend on
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,10 +25,18 @@ from apache_beam.utils.timestamp import Timestamp
 from beam_ckpt.errors import CheckpointNotFoundError
 from beam_ckpt.lineage import NewSidecar, files_to_keep, stands_on
 from beam_ckpt.manifest import CheckpointManifest, SidecarEntry
-from beam_ckpt.sidecar import PATCH, PageStream, appended_bytes, encode_pages, stream_chain
+from beam_ckpt.sidecar import (
+    PATCH,
+    PageStream,
+    SharedRows,
+    appended_bytes,
+    encode_pages,
+    stream_chain,
+)
 from beam_ckpt.store import CheckpointStore
 from beam_ckpt.transforms._limits import DEFAULT_LIMITS, Limits
 from beam_ckpt.transforms._runs import Runs
+from beam_ckpt.transforms._shared import footer_bytes, shared_bytes
 from beam_ckpt.transforms.chunks import Chunks, is_chunk
 from beam_ckpt.transforms.clocked import ClockedDoFn
 from beam_ckpt.transforms.columns import OperatorState
@@ -38,7 +47,7 @@ from beam_ckpt.transforms.windows import without_what_is_over
 
 __all__ = [
     "DRAINING",
-    "SHARED_DELTA_BYTES",
+    "SHARED_THRESHOLD",
     "WriteSidecarsFn",
     "decode_new_sidecar",
     "encode_new_sidecar",
@@ -47,9 +56,9 @@ __all__ = [
 _LOGGER = logging.getLogger(__name__)
 
 
-SHARED_DELTA_BYTES = 16 * 1024
-"""Up to which size deltas share a file, unless told otherwise: of a larger one the footer is no
-great part, and the writer keeps those that are shared."""
+SHARED_THRESHOLD = 16 * 1024
+"""Up to how many bytes sidecars share a file, unless told otherwise: of a larger one the footer is
+no great part, and the writer keeps those that are shared."""
 
 # Of a slice, between two reads of it.
 _MOVES = 4
@@ -83,8 +92,8 @@ class WriteSidecarsFn(ClockedDoFn):
         name: Makes the timer family unique in the pipeline.
         limits: Of what is in memory at a time.
         inline_threshold: A delta of at most so many bytes goes into the manifest, not into a file.
-        shared_delta_bytes: A delta of at most so many bytes, that does not go into the manifest,
-            goes into one file with those of other key groups.
+        shared_threshold: A base or a delta of at most so many bytes, that does not go into the
+            manifest, goes into one file with those of other key groups.
     """
 
     _RECORDS = userstate.BagStateSpec(
@@ -103,18 +112,19 @@ class WriteSidecarsFn(ClockedDoFn):
         name: str,
         limits: Limits = DEFAULT_LIMITS,
         inline_threshold: int = 0,
-        shared_delta_bytes: int = SHARED_DELTA_BYTES,
+        shared_threshold: int = SHARED_THRESHOLD,
     ) -> None:
         self._arguments = (
             store, run_id, tuple(operators), base_id, max_files, name, limits, inline_threshold,
-            shared_delta_bytes,
+            shared_threshold,
         )  # fmt: skip
         self._limits, self._inline_threshold = limits, inline_threshold
-        self._shared_delta_bytes = shared_delta_bytes if store.shares_sidecars else 0
+        self._shared_threshold = shared_threshold if store.shares_sidecars else 0
         self._store, self._run_id, self._max_files = store, run_id, max_files
         self._operators = {operator.uid: operator for operator in operators}
         self._base_id = base_id
         self._base: dict[tuple[str, int], tuple[SidecarEntry, ...]] = {}
+        self._shared_rows = SharedRows()
         self.declare(
             f"ckpt_writer_{name}",
             {"records": self._RECORDS, "progress": self._PROGRESS},
@@ -249,8 +259,8 @@ class WriteSidecarsFn(ClockedDoFn):
             files = self._encode(uid, key_group, boundary, pages, kind="delta")
             delta, rest = next(files), sum(len(data) for data, _ in files)
             size = len(delta[0]) + rest
-            if not rest and self._is_shared(size):
-                size = _without_footer(delta[0])
+            if not rest and self._is_shared("delta", size):
+                size -= footer_bytes(delta[0])
             keeps = files_to_keep(chain, size, self._max_files, self._weight, pages.appended(size))
             files = iter([delta]) if not rest and keeps == len(chain) else None
         kind: Literal["full", "delta"] = "delta" if keeps else "full"
@@ -259,7 +269,11 @@ class WriteSidecarsFn(ClockedDoFn):
             files = self._encode(uid, key_group, boundary, pages, kind)
         new = []
         chain = chain[:keeps]
+        files, is_one = _first_of(files, self._shared_threshold)
         for data, rows in files:
+            # (A base without rows comes into no file at all.)
+            shared = is_one and self._is_shared(kind, len(data))
+            inline = kind == "delta" and len(data) <= self._inline_threshold
             entry = self._store.write_sidecar(
                 operator=uid,
                 key_group=key_group,
@@ -268,14 +282,11 @@ class WriteSidecarsFn(ClockedDoFn):
                 data=data,
                 kind=kind,
                 rows=rows,
-                inline_threshold=(
-                    max(self._inline_threshold, self._shared_delta_bytes) if kind == "delta" else -1
-                ),
+                inline_threshold=len(data) if shared or inline else -1,
             )
             entry = entry.model_copy(update={"appended_bytes": pages.appended(len(data))})
             state.sequence += 1
             after = chain[-1].identity if chain else ""
-            shared = entry.path is None and self._is_shared(entry.size_bytes)
             new.append(NewSidecar(uid, key_group, state.sequence, entry, len(chain), after, shared))
             # A base that has no row is listed nowhere.
             chain = [*chain, entry] if rows or chain else []
@@ -290,29 +301,30 @@ class WriteSidecarsFn(ClockedDoFn):
         state.chain, state.newest = chain, boundary
         return new
 
-    def _is_shared(self, size: int) -> bool:
-        """Whether a delta of so many bytes goes into a file with others."""
-        return self._inline_threshold < size <= self._shared_delta_bytes
+    def _is_shared(self, kind: Literal["full", "delta"], size: int) -> bool:
+        """Whether a sidecar of so many bytes goes into a file with others."""
+        in_manifest = self._inline_threshold if kind == "delta" else -1
+        return in_manifest < size <= self._shared_threshold
 
     def _weight(self, entry: SidecarEntry) -> int:
         """The bytes that an entry of a chain costs, wherever the committer has put it."""
-        if entry.path is None and self._is_shared(entry.size_bytes):
-            return _without_footer(entry.inline_bytes())
+        if entry.path is None and self._is_shared(entry.kind, entry.size_bytes):
+            return shared_bytes(entry)
         return entry.own_bytes
 
-    def _fetched(
+    def _found(
         self, uid: str, key_group: int, chain: Sequence[SidecarEntry]
-    ) -> tuple[Sequence[SidecarEntry], dict[str, bytes]]:
-        """Returns a chain with its slices where they are now, and what files have of them.
+    ) -> Sequence[SidecarEntry]:
+        """Returns a chain with its slices where they are now; their rows are at hand then.
 
-        What is in use of a shared file moves when the most of it is not, and the old one goes.
+        What is in use of a shared file moves when much of it is not, and the old one goes.
         """
-        entries, files = list(chain), dict[str, bytes]()
+        entries, columns = list(chain), self._operators[uid].schema.names
         for index, entry in enumerate(chain):
             tries = _MOVES if entry.is_shared else 0
             while tries:
                 try:
-                    files[entry.path or ""] = self._store.read_sidecar(entry)
+                    self._shared_rows.of(entry, self._store.read_sidecar, columns=columns)
                     break
                 except CheckpointNotFoundError:
                     tries -= 1
@@ -321,7 +333,7 @@ class WriteSidecarsFn(ClockedDoFn):
                         raise
                     entry = moved
             entries[index] = entry
-        return entries, files
+        return entries
 
     def _where_now(self, uid: str, key_group: int, old: SidecarEntry) -> SidecarEntry | None:
         newest = self._store.load_latest()
@@ -354,13 +366,13 @@ class WriteSidecarsFn(ClockedDoFn):
             PageStream(new.schema, without_over(new.pages)) if PATCH in new.schema.names else new
             for new in records.streams()
         ]
-        entries, files = self._fetched(uid, key_group, chain[keeps:])
         stream = stream_chain(
-            entries,
-            lambda entry: files.get(entry.path or "") or self._store.read_sidecar(entry),
+            self._found(uid, key_group, chain[keeps:]),
+            self._store.read_sidecar,
             operator.schema,
             newer=newer,
             keep_tombstones=keeps > 0,
+            shared=self._shared_rows,
         )
         pages = stream.pages
         if chain and not keeps:
@@ -382,9 +394,20 @@ class WriteSidecarsFn(ClockedDoFn):
         )
 
 
-def _without_footer(data: bytes) -> int:
-    """Returns how many bytes of a sidecar are not its footer."""
-    return len(data) - int.from_bytes(data[-8:-4], "little")
+def _first_of(
+    files: Iterator[tuple[bytes, int]], small: int
+) -> tuple[Iterator[tuple[bytes, int]], bool]:
+    """Returns the files and whether it is one, of at most so many bytes.
+
+    A larger one is not held until the next one is made.
+    """
+    first = next(files)
+    if len(first[0]) > small:
+        return itertools.chain([first], files), False
+    second = next(files, None)
+    if second is None:
+        return iter([first]), True
+    return itertools.chain([first, second], files), False
 
 
 class _Pages:

@@ -13,6 +13,7 @@ from beam_ckpt.inspect._readable import WINDOW_TIMES, Reading, Untyped, readable
 from beam_ckpt.inspect._schemas import Schema
 from beam_ckpt.inspect._state import one_table, read_group, together
 from beam_ckpt.manifest import CheckpointManifest, PartitionSnapshotEntry
+from beam_ckpt.sidecar import SharedRows
 from beam_ckpt.store import CheckpointStore
 
 __all__ = ["DIFF", "diff"]
@@ -80,11 +81,13 @@ def _pairs(
     reading: Reading,
 ) -> Iterator[tuple[pa.Table, pa.Table]]:
     """Yields rows of both sides that can be compared with each other alone."""
+    shared = SharedRows()
 
     def read(manifest: CheckpointManifest, partition: PartitionSnapshotEntry | None) -> pa.Table:
         if partition is None:
             return pa.table({})
-        return readable_rows(read_group(store, partition), manifest, uid, reading)
+        rows = read_group(store, partition, shared=shared)
+        return readable_rows(rows, manifest, uid, reading)
 
     old, new = (
         {p.partition_id: p for p in find_operator(manifest, uid, store).partitions}

@@ -13,6 +13,7 @@ from beam_ckpt.inspect._readable import Reading, Untyped, readable_rows
 from beam_ckpt.inspect._schemas import Schema
 from beam_ckpt.inspect._state import read_group
 from beam_ckpt.manifest import CheckpointManifest, PartitionSnapshotEntry
+from beam_ckpt.sidecar import SharedRows
 from beam_ckpt.store import CheckpointStore
 
 if TYPE_CHECKING:
@@ -128,17 +129,20 @@ class StateView:
         Raises:
             CheckpointError: As `state` does.
         """
+        shared = SharedRows()
         for partition in self._partitions:
-            rows = self._read(partition)
+            rows = self._read(partition, shared)
             columns = [
                 rows[f.name] if f.name in rows.column_names else pa.nulls(len(rows), f.type)
                 for f in self.schema
             ]
             yield from pa.table(columns, schema=self.schema).to_batches()
 
-    def _read(self, partition: PartitionSnapshotEntry) -> pa.Table:
+    def _read(
+        self, partition: PartitionSnapshotEntry, shared: SharedRows | None = None
+    ) -> pa.Table:
         try:
-            rows = read_group(self._store, partition)
+            rows = read_group(self._store, partition, shared=shared)
         except CheckpointError as error:
             self.failure = error
             raise

@@ -22,7 +22,7 @@ from beam_ckpt.inspect._readable import WINDOW_TIMES, Reading, Untyped, readable
 from beam_ckpt.inspect._schemas import Schema
 from beam_ckpt.keygroups import key_group
 from beam_ckpt.manifest import CheckpointManifest, PartitionSnapshotEntry
-from beam_ckpt.sidecar import cell_column_name, read_chain
+from beam_ckpt.sidecar import SharedRows, cell_column_name, read_chain
 from beam_ckpt.store import CheckpointStore
 
 __all__ = [
@@ -231,6 +231,7 @@ def history(
     found: list[tuple[dict[str, object], pa.Table | None]] = []
     missing: CheckpointNotFoundError | None = None
     unknown, known = set(cells or ()), set[str]()
+    shared = SharedRows()
     for id in opened.list_ids():
         facts: dict[str, object] = {"id": id, "epoch": None, "boundary": None, "problem": None}
         try:
@@ -248,7 +249,8 @@ def history(
             known.update(spec.cells if spec else ())
             there = None if cells is None else [c for c in cells if spec is None or c in spec.cells]
             unknown.difference_update(there or ())
-            rows = together(list(_by_key_group(opened, manifest, uid, key, there, reading)))
+            groups = _by_key_group(opened, manifest, uid, key, there, reading, shared)
+            rows = together(list(groups))
             found.append((facts | {"present": len(rows) > 0}, rows))
         except (InvalidCheckpointError, CheckpointNotFoundError) as error:
             found.append((facts | {"present": None, "problem": str(error)}, None))
@@ -314,7 +316,9 @@ def _by_key_group(
     key: object,
     cells: Sequence[str] | None,
     reading: Reading,
+    shared: SharedRows | None = None,
 ) -> Iterator[pa.Table]:
+    shared = shared or SharedRows()
     partitions = find_operator(manifest, uid, store).partitions
     columns = None if cells is None else _columns(store, manifest, uid, cells)
     encoded = None if key is None else _encoded(manifest, uid, key)
@@ -324,7 +328,7 @@ def _by_key_group(
         mine = [p for p in partitions if p.partition_id == group]
         partitions = tuple(mine or partitions[:1])
     for partition in partitions:
-        rows = read_group(store, partition, key=encoded, columns=columns)
+        rows = read_group(store, partition, key=encoded, columns=columns, shared=shared)
         if key is not None and encoded is None:
             rows = rows.filter(is_key(rows["key"], key))
         if columns is not None:
@@ -338,9 +342,12 @@ def read_group(
     *,
     key: bytes | None = None,
     columns: Sequence[str] | None = None,
+    shared: SharedRows | None = None,
 ) -> pa.Table:
     """Returns the state of one key group, or of one of its keys."""
-    rows = read_chain(partition.sidecars, store.read_sidecar, key=key, columns=columns)
+    rows = read_chain(
+        partition.sidecars, store.read_sidecar, key=key, columns=columns, shared=shared
+    )
     return rows.drop_columns(["_deleted"])
 
 

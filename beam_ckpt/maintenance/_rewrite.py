@@ -43,6 +43,7 @@ from beam_ckpt.manifest import (
 from beam_ckpt.sidecar import (
     CellColumn,
     PageStream,
+    SharedRows,
     SidecarHeader,
     cell_column_name,
     encode_pages,
@@ -396,9 +397,14 @@ class _Rewriting:
         entries.sort(key=lambda entry: entry.epoch or 0, reverse=True)
         key: pa.DataType | None = None
         types: dict[str, pa.DataType] = {}
+        seen: set[str] = set()
         for entry in entries:
             if key is not None and len(types) == len(wanted):
                 break
+            if entry.path in seen:  # key groups share it
+                continue
+            if entry.path is not None:
+                seen.add(entry.path)
             where = entry.path or "inline state"
             found = SidecarFile(self.store.read_sidecar(entry), where=where).schema
             key = found.field("key").type if key is None else key
@@ -410,8 +416,9 @@ class _Rewriting:
 
     def _changed(self, uid: str, schema: pa.Schema) -> Iterator[_Group]:
         """The key groups of an operator, with new names and without the rows that go."""
+        shared = SharedRows()
         for partition in self._partitions(uid):
-            rows = stream_chain(partition.sidecars, self.store.read_sidecar, schema)
+            rows = stream_chain(partition.sidecars, self.store.read_sidecar, schema, shared=shared)
             changed = (self._renamed(uid, self._without(uid, page)) for page in rows.pages)
             yield partition.partition_id, changed
 

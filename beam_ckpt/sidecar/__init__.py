@@ -8,8 +8,9 @@ a cell of many values; null when a cell is empty); ``_key`` and ``_window``, the
 in which all are. The header, in the metadata of the file,
 says of which operator, key group and boundary it is, and which cell is in which column.
 
-The small deltas of several key groups may be one file, in which the rows of one group come after
-those of another; which are whose, the manifest says. Its header names no key group.
+The small sidecars of several key groups may be one file, of bases or of deltas, in which the rows
+of one group come after those of another; which are whose, the manifest says. Its header names no
+key group.
 
 In a delta rows may hold only what changed since the key's row before. Such a delta has the column
 ``_patch``: null for a whole row, else a byte for each cell in the order of the columns: 0, the cell
@@ -38,6 +39,7 @@ from beam_ckpt.sidecar._encode import (
     encode_pages,
     encode_sidecar,
 )
+from beam_ckpt.sidecar._files import SharedRows
 from beam_ckpt.sidecar._merge import merge_newest_first
 from beam_ckpt.sidecar._order import latest_in_order
 from beam_ckpt.sidecar._patch import appended_bytes
@@ -60,6 +62,7 @@ __all__ = [
     "TIMERS",
     "CellColumn",
     "PageStream",
+    "SharedRows",
     "SidecarHeader",
     "appended_bytes",
     "cell_column_name",

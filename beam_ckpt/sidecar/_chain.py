@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from beam_ckpt.manifest import SidecarEntry
 from beam_ckpt.sidecar._bounds import MAX_DECODED_BYTES
 from beam_ckpt.sidecar._decode import SidecarFile, decode_sidecar
+from beam_ckpt.sidecar._files import SharedRows
 from beam_ckpt.sidecar._merge import merge_newest_first
 from beam_ckpt.sidecar._stream import PageStream, in_one_row, merge_pages
 
@@ -23,6 +25,7 @@ def read_chain(
     *,
     key: bytes | None = None,
     columns: Collection[str] | None = None,
+    shared: SharedRows | None = None,
 ) -> pa.Table:
     """Returns the live rows of a key group: the latest of each key and window, no tombstones.
 
@@ -33,18 +36,21 @@ def read_chain(
         read: Gives a sidecar's verified bytes, such as `CheckpointStore.read_sidecar`.
         key: Only the rows of this key; see `decode_sidecar`.
         columns: Only these columns; see `decode_sidecar`.
+        shared: What is kept of files that key groups share, where more than one of them is read.
 
     Raises:
         InvalidCheckpointError: A sidecar is damaged, or does not belong with the others.
         ValueError: There is nothing to read.
     """
-    tables = [
-        decode_sidecar(
-            read(entry), where=_name(entry), key=key, columns=columns, rows=_rows(entry)
-        )[1]
-        for entry in reversed(sidecars)
-    ]
-    return merge_newest_first(tables)
+
+    def rows(entry: SidecarEntry) -> pa.Table:
+        if shared is not None and entry.is_shared:
+            found = shared.of(entry, read, columns=columns)
+            return found if key is None else found.filter(pc.equal(found["_key"], key))
+        where, rows = _name(entry), _rows(entry)
+        return decode_sidecar(read(entry), where=where, key=key, columns=columns, rows=rows)[1]
+
+    return merge_newest_first([rows(entry) for entry in reversed(sidecars)])
 
 
 def stream_chain(
@@ -55,6 +61,7 @@ def stream_chain(
     newer: Sequence[PageStream] = (),
     keep_tombstones: bool = False,
     max_decoded_bytes: int = MAX_DECODED_BYTES,
+    shared: SharedRows | None = None,
 ) -> PageStream:
     """Returns the rows of `read_chain` a page at a time.
 
@@ -68,6 +75,7 @@ def stream_chain(
         keep_tombstones: Whether rows of what was deleted stay: where `sidecars` are not all that
             the key group has, and theirs stand over older ones.
         max_decoded_bytes: Greatest size of a row group in memory.
+        shared: As in `read_chain`.
 
     Raises:
         InvalidCheckpointError: A sidecar is damaged, or does not belong with the others.
@@ -75,6 +83,11 @@ def stream_chain(
     """
 
     def opened(entry: SidecarEntry) -> PageStream:
+        if shared is not None and entry.is_shared:
+            table = shared.of(
+                entry, read, columns=schema.names, max_decoded_bytes=max_decoded_bytes
+            )
+            return PageStream(table.schema, [table])
         file = SidecarFile(
             read(entry),
             where=_name(entry),

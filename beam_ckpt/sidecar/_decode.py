@@ -87,6 +87,7 @@ class SidecarFile:
     ) -> None:
         check_seal(data, where)
         self._where, self._limit, self._rows = where, max_decoded_bytes, rows
+        self._held: pa.Table | None = None
         with self._blaming():
             self._file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
             encoded_header = (self._file.metadata.metadata or {}).get(METADATA_KEY)
@@ -98,7 +99,8 @@ class SidecarFile:
             self._there = frozenset(found.names)
             found = with_optional(found)
             self._sizes = decoded_sizes(data, found)
-            self._check_rows()
+            if rows is not None:
+                self._check_rows(*rows)
             names = found.names
             if columns is not None:
                 names = [name for name in names if name in _TOLD_APART_BY or name in columns]
@@ -141,10 +143,26 @@ class SidecarFile:
             table = self._read(groups)
             return table if key is None else table.filter(pc.equal(table["_key"], key))
 
-    def _check_rows(self) -> None:
-        if self._rows is None:
-            return
-        first, count = self._rows
+    @property
+    def decoded_bytes(self) -> int:
+        """What its columns take in memory at most."""
+        return sum(size for _, size in self._sizes)
+
+    def rows(self, first: int, count: int) -> pa.Table:
+        """Returns the rows of one key group, of a file that several share."""
+        with self._blaming():
+            self._check_rows(first, count)
+            return self._slice(first, count)
+
+    def hold(self) -> int:
+        """Reads all rows, of a shared file, so that `rows` finds them; returns their bytes."""
+        with self._blaming():
+            if self._held is None:
+                self._held = self._read([*range(self._file.num_row_groups)])
+                del self._file
+        return int(self._held.nbytes)
+
+    def _check_rows(self, first: int, count: int) -> None:
         there = sum(rows for rows, _ in self._sizes)
         if self.header.key_group is not None:
             not_a_sidecar(self._where, f"it is to be shared, and is of {self.header.key_group}")
@@ -153,6 +171,8 @@ class SidecarFile:
 
     def _slice(self, first: int, count: int) -> pa.Table:
         """Reads the rows of one key group."""
+        if self._held is not None:
+            return self._in_order(self._held.slice(first, count))
         groups: list[int] = []
         before = start = 0
         for i, (rows, _) in enumerate(self._sizes):
@@ -179,11 +199,16 @@ class SidecarFile:
             if field.name not in self._there:
                 table = table.add_column(i, field, pa.nulls(len(table), field.type))
         # (Of all key groups of a shared file each is in order, and they are not.)
-        if (self.header.key_group is not None or first is not None) and not in_order(table):
-            not_a_sidecar(self._where, "its rows are not in order, or one occurs twice")
+        if self.header.key_group is not None or first is not None:
+            table = self._in_order(table)
         if self._repatches:
             table = of_columns(table, self._cells)
         return table.replace_schema_metadata(None)
+
+    def _in_order(self, table: pa.Table) -> pa.Table:
+        if not in_order(table):
+            not_a_sidecar(self._where, "its rows are not in order, or one occurs twice")
+        return table
 
     @contextmanager
     def _blaming(self) -> Iterator[None]:

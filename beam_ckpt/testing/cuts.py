@@ -28,7 +28,7 @@ from apache_beam.transforms.window import (
 from apache_beam.typehints.native_type_compatibility import convert_to_beam_type
 from apache_beam.utils.timestamp import Duration, Timestamp
 
-from beam_ckpt.sidecar import read_chain
+from beam_ckpt.sidecar import SharedRows, read_chain
 from beam_ckpt.store import CheckpointStore
 from beam_ckpt.testing.event_loop import KeyedCells, Output
 from beam_ckpt.testing.prism import prism_options
@@ -218,9 +218,9 @@ def saved_state(
         tuple(CellState(cell.name, cell.kind, cell.coder) for cell in signature.cells),
         False,
     )
-    state = {}
+    state, shared = {}, SharedRows()
     for partition in manifest.operators[uid].partitions:
-        table = read_chain(partition.sidecars, store.read_sidecar)
+        table = read_chain(partition.sidecars, store.read_sidecar, shared=shared)
         for record in operator.to_records(table):
             key = operator.key_coder.decode(record.key)
             window = window_coder.decode(record.window)

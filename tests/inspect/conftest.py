@@ -153,8 +153,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The store. Do not change it: copy it."""
     store = tmp_path_factory.mktemp("inspected") / "ckpt"
     with pytest.MonkeyPatch.context() as patch:
-        # As where there is so much that the base is not written anew: chains of several files.
+        # As where there is so much that the base is not written anew, nor shared: chains of
+        # several files.
+        is_shared = writer.WriteSidecarsFn._is_shared
         patch.setattr(writer, "files_to_keep", lambda chain, *_: len(chain))
+        patch.setattr(
+            writer.WriteSidecarsFn,
+            "_is_shared",
+            lambda self, kind, size: kind == "delta" and is_shared(self, kind, size),
+        )
         for until in CUTS:
             run(store, until)
     return store

@@ -36,7 +36,7 @@ FLAGS = {
     "on_missing": "checkpoint_on_missing",
     "max_files_per_group": "checkpoint_max_files_per_group",
     "inline_threshold": "checkpoint_inline_threshold",
-    "shared_delta_bytes": "checkpoint_shared_delta_bytes",
+    "shared_threshold": "checkpoint_shared_threshold",
 }
 
 
