@@ -234,15 +234,13 @@ def test_a_commit_that_is_done_again_finds_its_manifest_though_it_wrote_files(
 
 @pytest.mark.parametrize("epochs", [1, 6])
 @pytest.mark.parametrize("keep", [1, 2, 3])
-@pytest.mark.parametrize("shared_delta_bytes", [0, 16_384])
+@pytest.mark.parametrize("shared_threshold", [0, 16_384])
 def test_a_bundle_that_failed_after_it_pruned_is_done_again(
-    keep: int, epochs: int, shared_delta_bytes: int
+    keep: int, epochs: int, shared_threshold: int
 ) -> None:
     """What it stood on was pruned: the job was stuck, or listed files that were gone."""
     store = in_memory()
-    job = DrivenCheckpoints(
-        store, OPERATOR, GROUPS, keep=keep, shared_delta_bytes=shared_delta_bytes
-    )
+    job = DrivenCheckpoints(store, OPERATOR, GROUPS, keep=keep, shared_threshold=shared_threshold)
     state = {str(key): random.Random(key).randbytes(300) for key in range(60)}
     job.checkpoint(SECOND, [record(key, value) for key, value in state.items()])
     state["0"] = b"x"
