@@ -106,7 +106,7 @@ def shared_parts(
     held: list[Piece] = []
     tables: list[pa.Table] = []
     sizes: list[int] = []
-    old = SharedRows(SHARED_FILE_BYTES)
+    old = SharedRows(4 * SHARED_FILE_BYTES)  # of the bytes at most; one has hardly that many
     for piece in pieces:
         entry = piece.entry
         if entry.is_shared:

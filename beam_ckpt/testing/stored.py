@@ -72,7 +72,7 @@ from beam_ckpt.transforms.restore import ReadGroupFn, plan_restore
 from beam_ckpt.transforms.signature import read_signature
 from beam_ckpt.transforms.snapshot import SnapshotRecord
 from beam_ckpt.transforms.windows import is_over, left_over, window_identity
-from beam_ckpt.transforms.writer import SHARED_DELTA_BYTES, WriteSidecarsFn
+from beam_ckpt.transforms.writer import SHARED_THRESHOLD, WriteSidecarsFn
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
@@ -88,7 +88,7 @@ class Storage:
     """How one run stores its checkpoints; no result depends on it.
 
     Attributes:
-        key_groups: As in `Checkpoints`, like `max_files`, `inline_threshold`, `shared_delta_bytes`
+        key_groups: As in `Checkpoints`, like `max_files`, `inline_threshold`, `shared_threshold`
             and `keep`.
         limits: Of what is in memory, and in one element, at a time.
         max_inline: Bytes of state that a manifest holds itself.
@@ -102,7 +102,7 @@ class Storage:
     key_groups: int = 1
     max_files: int = 8
     inline_threshold: int = 0
-    shared_delta_bytes: int = SHARED_DELTA_BYTES
+    shared_threshold: int = SHARED_THRESHOLD
     keep: int = _ALL
     limits: Limits = DEFAULT_LIMITS
     max_inline: int = MAX_INLINE
@@ -383,7 +383,7 @@ class _Check:
             failures=self._random,
             limits=storage.limits,
             inline_threshold=storage.inline_threshold,
-            shared_delta_bytes=storage.shared_delta_bytes,
+            shared_threshold=storage.shared_threshold,
         )
         for op in self._operators:
             op.at_checkpoint = op.at_cut
@@ -589,7 +589,7 @@ def storages() -> SearchStrategy[Storage]:
         key_groups=st.sampled_from([2, 3, 7, 1, 128]),
         max_files=st.sampled_from([8, 3, 2, 2, 1]),
         inline_threshold=st.sampled_from([0, 0, 0, 65_536]),
-        shared_delta_bytes=some(SHARED_DELTA_BYTES, SHARED_DELTA_BYTES, 2_500, 0),
+        shared_threshold=some(SHARED_THRESHOLD, SHARED_THRESHOLD, 2_500, 0),
         keep=st.sampled_from([_ALL, 3, 1]),
         limits=limits,
         max_inline=some(MAX_INLINE, 3_000),

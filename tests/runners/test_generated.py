@@ -68,7 +68,7 @@ def options_of(storage: Storage) -> list[str]:
         f"--checkpoint_key_groups={storage.key_groups}",
         f"--checkpoint_max_files_per_group={storage.max_files}",
         f"--checkpoint_inline_threshold={storage.inline_threshold}",
-        f"--checkpoint_shared_delta_bytes={storage.shared_delta_bytes}",
+        f"--checkpoint_shared_threshold={storage.shared_threshold}",
         f"--checkpoint_keep={storage.keep}",
     ]
 
