@@ -332,16 +332,48 @@ def manifests(draw: st.DrawFn) -> CheckpointManifest:
             **place,
         )
 
+    def chains() -> dict[int, list[SidecarEntry]]:
+        """Of an operator: its own sidecars, and slices of files that its key groups share."""
+        found = {
+            group: [sidecar(kind) for kind in ["full", *(["delta"] * draw(st.integers(0, 2)))]]
+            for group in sorted(draw(st.sets(st.integers(0, count - 1), max_size=3)))
+        }
+        for _ in range(draw(st.integers(0, 2)) if found else 0):
+            parts = [
+                (group, draw(st.integers(0, 3)), draw(st.integers(0, 2**40)))
+                for group in draw(st.lists(st.sampled_from([*found]), min_size=1, max_size=4))
+            ]
+            size = draw(st.integers(0, 2**50))
+            file = entry(
+                kind="delta",
+                path=f"state/{draw(segments)}/{next(numbers)}-{draw(segments)}",
+                size_bytes=size,
+                crc32c=draw(st.integers(0, 2**32 - 1)),
+            )
+            first, left = 0, size
+            for group, gap, rows in parts:
+                first += gap
+                own = draw(st.integers(0, left))
+                place = {"first_row": first, "rows": rows, "slice_bytes": own}
+                found[group].append(
+                    file.model_copy(
+                        update={
+                            **place,
+                            "boundary": draw(st.none() | st.integers(-(2**63), 2**63 - 1)),
+                            "epoch": draw(st.sampled_from([None, epoch])),
+                            "origin": draw(st.from_regex(r"[0-9a-f]{8}", fullmatch=True)),
+                            "file_rows": sum(gap + rows for _, gap, rows in parts),
+                        }
+                    )
+                )
+                first, left = first + rows, left - own
+        return found
+
     operators = {
         uid: OperatorSnapshotEntry(
             partitions=tuple(
-                PartitionSnapshotEntry(
-                    partition_id=group,
-                    sidecars=tuple(
-                        sidecar(kind) for kind in ["full", *(["delta"] * draw(st.integers(0, 2)))]
-                    ),
-                )
-                for group in sorted(draw(st.sets(st.integers(0, count - 1), max_size=3)))
+                PartitionSnapshotEntry(partition_id=group, sidecars=tuple(sidecars))
+                for group, sidecars in chains().items()
             )
         )
         for uid in draw(st.sets(names, max_size=3))
@@ -374,6 +406,7 @@ def test_every_manifest_comes_back_from_its_canonical_bytes(manifest: Checkpoint
     again = CheckpointManifest.from_json(stored, where="here")
     assert again == manifest
     assert again.to_json() == stored
+    assert manifest.version == (3 if any(s.is_shared for _, _, s in again.sidecars()) else 2)
     shuffled = dict(reversed(list(dict(manifest).items())))
     assert CheckpointManifest(**shuffled).to_json() == stored
     assert json.loads(stored) == json.loads(json.dumps(json.loads(stored), sort_keys=True))
