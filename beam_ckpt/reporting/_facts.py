@@ -145,10 +145,12 @@ def gather(store: AnyStore, policy: RetentionPolicy) -> Facts:
         latest = opened.load_latest()
     except InvalidCheckpointError:
         latest = None
-    ids = {manifest.checkpoint_id: manifest.id for manifest in manifests.values()}
+    known = {manifest.checkpoint_id: manifest for manifest in manifests.values()}
     pointed = None if latest is None else latest.id
     checkpoints = [
-        _checkpoint(manifest, ids, tuple(tags.get(id, ())), id == pointed)
+        _checkpoint(
+            manifest, known.get(manifest.parent_id or ""), tuple(tags.get(id, ())), id == pointed
+        )
         for id, manifest in manifests.items()
     ]
     checkpoints += [
@@ -183,9 +185,12 @@ def gather(store: AnyStore, policy: RetentionPolicy) -> Facts:
 
 
 def _checkpoint(
-    manifest: CheckpointManifest, ids: dict[str, int], tags: tuple[str, ...], latest: bool
+    manifest: CheckpointManifest,
+    parent: CheckpointManifest | None,
+    tags: tuple[str, ...],
+    latest: bool,
 ) -> Checkpoint:
-    new = new_pieces(manifest)
+    new = new_pieces(manifest, parent)
     written = [
         ms
         for entry in new
@@ -205,7 +210,7 @@ def _checkpoint(
         len(new),
         max(chains, default=0),
         duration,
-        ids.get(manifest.parent_id or ""),
+        None if parent is None else parent.id,
         manifest.run.generation if manifest.run else 0,
         tags,
         latest,

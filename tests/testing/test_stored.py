@@ -27,7 +27,7 @@ from beam_ckpt.transforms._shared import SharedPart
 from beam_ckpt.transforms.committer import CommitFn
 from beam_ckpt.transforms.keyed_state.key import KeyState
 
-FEW, MANY = 30, 700
+FEW, MANY = 30, 500
 
 #: What has to have happened, or the settings show nothing.
 REACHED = {
@@ -46,6 +46,7 @@ REACHED = {
     "records: whole",
     "restored records",
     "runs on disk",
+    "shared bases",
     "shared slices",
     "sidecars in the manifest",
     "sidecars: delta",
