@@ -68,7 +68,8 @@ class DrivenCheckpoints:
         max_files: As in `Checkpoints`: files of a key group.
         keep: How many checkpoints stay.
         last: The run's last boundary in µs, which is published in any case.
-        failures: Where to draw from which bundles fail at their end and are done again.
+        failures: Where to draw from which bundles fail at their end and are done again, by another
+            worker.
         **settings: Of the writer.
 
     Attributes:
@@ -136,6 +137,9 @@ class DrivenCheckpoints:
             # What it wrote is in the store, and nobody hears of it.
             _ = list(self._writer._on_clock(key, at, records, progress, self._clock))
             records.items, progress.value = items, value
+            # Another worker does it again, which knows nothing but what is in the cells.
+            self._writer = type(self._writer)(*self._writer.__reduce__()[1])
+            self._writer.setup()
         for news in self._writer._on_clock(key, at, records, progress, self._clock):
             self.news.append(decode_new_sidecar(news.value[1][1]))
             self._committer.process(news.value, self._news, self._progress, self._clock)
@@ -149,6 +153,7 @@ class DrivenCheckpoints:
             items, value = list(self._news.items), self._progress.value
             _ = list(self._committer._on_clock(at, *cells))  # what it published stays
             self._news.items, self._progress.value = items, value
+            self._committer = type(self._committer)(*self._committer.__reduce__()[1])
             self._committer.start_bundle()
         return [result.value for result in self._committer._on_clock(at, *cells)]
 
