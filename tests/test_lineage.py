@@ -8,7 +8,16 @@ from hashlib import sha256
 import pytest
 
 from beam_ckpt.errors import InvalidCheckpointError
-from beam_ckpt.lineage import NewSidecar, files_to_keep, inline_over, next_operators, to_share
+from beam_ckpt.lineage import (
+    NewSidecar,
+    Piece,
+    files_to_keep,
+    inline_over,
+    next_operators,
+    relisted,
+    same,
+    to_share,
+)
 from beam_ckpt.manifest import OperatorSnapshotEntry, PartitionSnapshotEntry, SidecarEntry
 
 
@@ -234,3 +243,48 @@ def test_bases_and_deltas_share_no_file():
     operators = next_operators({}, ["op"], news, 1)
     kinds = [[(p.key_group, p.entry.kind) for p in file] for file in to_share(operators, news)]
     assert kinds == [[(3, "full"), (4, "full")], [(3, "delta")]]
+
+
+def test_an_entry_is_known_by_its_digest_and_a_slice_by_what_is_told_of_its():
+    alone = entry("delta", 9, name="alone")
+    assert same(alone, alone.sha256)
+    assert not same(alone, entry("delta", 9, name="other").sha256)
+    piece = shared("delta", "file", 100, 10, 0).model_copy(update={"origin": alone.sha256[:8]})
+    assert same(piece, alone.sha256), "as its writer knows it"
+    assert same(piece, piece.identity), "as a later run does"
+    assert not same(piece, piece.sha256), "which is that of the file, and of other slices too"
+    assert not same(alone, piece.identity), "a file is not taken for what was moved out of one"
+
+
+def test_only_the_entries_that_moved_are_others_after_it():
+    """Of several operators, key groups and places in a chain; all that is not said stays."""
+    uids = ("a", "b")
+    files = chain(100, 9, 8)
+    news = [
+        NewSidecar(uid, group, 1 + i, file, i, files[i - 1].sha256 if i else "")
+        for uid in uids
+        for group in (3, 4)
+        for i, file in enumerate(files)
+    ]
+    operators = next_operators({}, uids, news, 1)
+    moved = [
+        Piece("a", 3, 1, shared("delta", "new", 100, 9, 0)),
+        Piece("a", 4, 2, shared("delta", "new", 100, 8, 1)),
+    ]
+    found = relisted(operators, moved)
+    expected = {
+        (uid, p.partition_id, i): s
+        for uid, operator in operators.items()
+        for p in operator.partitions
+        for i, s in enumerate(p.sidecars)
+    }
+    assert len(expected) == 12
+    expected |= {(piece.operator, piece.key_group, piece.index): piece.entry for piece in moved}
+    assert {
+        (uid, p.partition_id, i): s
+        for uid, operator in found.items()
+        for p in operator.partitions
+        for i, s in enumerate(p.sidecars)
+    } == expected
+    assert found["b"] is operators["b"]
+    assert relisted(operators, []) == operators
