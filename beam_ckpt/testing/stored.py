@@ -4,7 +4,8 @@
 what an operator emits, written by the real writer, published by the real committer, and read back
 by the real restore for the next run: in deltas and bases that are merged at once, in pages of a
 row, in files that key groups share, in the manifest, in chunks of a few bytes, in another number of
-key groups after each restart, with bundles that are done again. No result may depend on any of it.
+key groups after each restart, with bundles that are done again and runs that die. No result may
+depend on any of it.
 
     check_stored(StoredHistory(history, storages=(Storage(key_groups=3), Storage(key_groups=2))))
 """
@@ -138,7 +139,7 @@ class StoredHistory:
             at.
         storages: Of each run, one more than cuts, or more.
         seed: Of the order in which records come, of how far the committer is behind the writer,
-            and of the bundles that are done again.
+            of the bundles that are done again, and of the runs that die before their end.
         on_disk: The store is a directory; otherwise it is in memory.
     """
 
@@ -323,7 +324,7 @@ def _place(boundary: int | None) -> int:
 class _Check:
     def __init__(self, stored: StoredHistory, store: CheckpointStore, counts: Counter[str]) -> None:
         self._stored, self._history, self._store = stored, stored.first, store
-        self._random = random.Random(stored.seed)
+        self._random, self._deaths = random.Random(stored.seed), random.Random(stored.seed + 1)
         self._counts = counts
         history, example = self._history, stored.example
         self._chain = example if isinstance(example, Chain) else None
@@ -353,6 +354,9 @@ class _Check:
         for cut, storage in zip(cuts, self._stored.storages, strict=False):
             self._storage = storage
             with storage.applied():
+                # A cut within a run is as good as one that was asked for.
+                if all(op.aligned for op in self._operators) and self._deaths.random() < 0.3:
+                    self._run(cut, dies=True)
                 self._run(cut)
         for op in self._operators:
             whole = op.loop(None, None).outputs
@@ -360,7 +364,7 @@ class _Check:
                 f"the outputs of all runs of operator {op.uid!r} together"
             )
 
-    def _run(self, cut: int | None) -> None:
+    def _run(self, cut: int | None, dies: bool = False) -> None:
         base = plan_restore(self._store, "latest", until=cut, on_fallback="refuse").manifest
         storage = self._storage
         self._rewritten = base is not None and base.key_group_count != storage.key_groups
@@ -387,9 +391,13 @@ class _Check:
         )
         for op in self._operators:
             op.at_checkpoint = op.at_cut
-        self._publish(job, _place(cut))
+        self._publish(job, _place(cut), dies)
         self._count_news(job, base)
         newest = self._store.load_latest()
+        if dies:
+            if newest is not None and (base is None or newest.id != base.id):
+                self._go_back_to(newest)
+            return
         assert newest is not None
         assert newest.boundary == cut, "the cut is a checkpoint, whatever has happened before it"
         for op in self._operators:
@@ -401,6 +409,14 @@ class _Check:
             op.at_cut = expected.state
             if not op.aligned:
                 self._check_state(op, self._read(op, newest), expected.state)
+
+    def _go_back_to(self, newest: CheckpointManifest) -> None:
+        """Of what a run has done that died there is what lies before its newest checkpoint."""
+        for op in self._operators:
+            done = op.loop(newest.boundary, op.at_cut)
+            op.outputs += done.outputs
+            op.at_cut = done.state
+        self._counts["runs that died"] += 1
 
     # ------------------------------------------------------------------ the operators
     def _run_operators(self, cut: int | None) -> None:
@@ -452,13 +468,15 @@ class _Check:
         self._counts["chunks written"] += sum(is_chunk(data) for _, _, data in op.run.emitted)
 
     # ------------------------------------------------------------------ the store
-    def _publish(self, job: DrivenCheckpoints, last: int) -> None:
+    def _publish(self, job: DrivenCheckpoints, last: int, dies: bool) -> None:
         """Gives the records to the writer, and looks at each checkpoint that comes of them."""
         emitted: dict[int, list[tuple[str, int, bytes]]] = {}
         for op in self._operators:
             for group, boundary, data in op.run.emitted:
                 emitted.setdefault(boundary, []).append((op.uid, group, data))
         boundaries = sorted({*emitted, last})
+        if dies:
+            boundaries = boundaries[: self._deaths.randrange(len(boundaries))]
         added = 0
         for number, boundary in enumerate(boundaries):
             # Records of later boundaries may be there before the watermark passes this one.

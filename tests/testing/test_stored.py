@@ -46,6 +46,7 @@ REACHED = {
     "records: whole",
     "restored records",
     "runs on disk",
+    "runs that died",
     "shared bases",
     "shared slices",
     "sidecars in the manifest",
