@@ -9,6 +9,7 @@ runs, and runs and files merged as streams: what is in memory does not depend on
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
@@ -33,10 +34,11 @@ from beam_ckpt.sidecar import (
     encode_pages,
     stream_chain,
 )
+from beam_ckpt.sidecar._schema import OPTIONAL
 from beam_ckpt.store import CheckpointStore
 from beam_ckpt.transforms._limits import DEFAULT_LIMITS, Limits
 from beam_ckpt.transforms._runs import Runs
-from beam_ckpt.transforms._shared import footer_bytes, shared_bytes
+from beam_ckpt.transforms._shared import footer_bytes
 from beam_ckpt.transforms.chunks import Chunks, is_chunk
 from beam_ckpt.transforms.clocked import ClockedDoFn
 from beam_ckpt.transforms.columns import OperatorState
@@ -59,6 +61,9 @@ _LOGGER = logging.getLogger(__name__)
 SHARED_THRESHOLD = 16 * 1024
 """Up to how many bytes sidecars share a file, unless told otherwise: of a larger one the footer is
 no great part, and the writer keeps those that are shared."""
+
+# Of a page of a column, beside its values: its header, and what its codec adds.
+_PAGE_BYTES = 60
 
 # Of a slice, between two reads of it.
 _MOVES = 4
@@ -260,8 +265,9 @@ class WriteSidecarsFn(ClockedDoFn):
             delta, rest = next(files), sum(len(data) for data, _ in files)
             size = len(delta[0]) + rest
             if not rest and self._is_shared("delta", size):
-                size -= footer_bytes(delta[0])
-            keeps = files_to_keep(chain, size, self._max_files, self._weight, pages.appended(size))
+                size = _bytes_of_rows(delta[0], self._pages_shared(uid, chain))
+            weigh = functools.partial(self._weight, self._pages_shared(uid, chain))
+            keeps = files_to_keep(chain, size, self._max_files, weigh, pages.appended(size))
             files = iter([delta]) if not rest and keeps == len(chain) else None
         kind: Literal["full", "delta"] = "delta" if keeps else "full"
         if files is None:
@@ -306,10 +312,21 @@ class WriteSidecarsFn(ClockedDoFn):
         in_manifest = self._inline_threshold if kind == "delta" else -1
         return in_manifest < size <= self._shared_threshold
 
-    def _weight(self, entry: SidecarEntry) -> int:
+    def _pages_shared(self, uid: str, chain: Sequence[SidecarEntry]) -> int:
+        """How many pages a small sidecar has that will be others' too; 0 beside a large base.
+
+        By all its bytes a delta of one row would weigh as much as thirty rows of a small base, and
+        soon make a new one. Beside a large base it is little in any case.
+        """
+        base = chain[0]
+        if base.path is not None and not base.is_shared:
+            return 0
+        return len(self._operators[uid].schema) - len(OPTIONAL)
+
+    def _weight(self, pages: int, entry: SidecarEntry) -> int:
         """The bytes that an entry of a chain costs, wherever the committer has put it."""
         if entry.path is None and self._is_shared(entry.kind, entry.size_bytes):
-            return shared_bytes(entry)
+            return _bytes_of_rows(entry.inline_bytes(), pages)
         return entry.own_bytes
 
     def _found(
@@ -392,6 +409,11 @@ class WriteSidecarsFn(ClockedDoFn):
             # Compressed they are hardly ever larger.
             file_bytes=min(limits.file_bytes, self._store.max_state_data_bytes // 2),
         )
+
+
+def _bytes_of_rows(data: bytes, pages: int) -> int:
+    """Returns about how many bytes the rows of a small sidecar have in a file with others."""
+    return max(len(data) - footer_bytes(data) - pages * _PAGE_BYTES, len(data) // 16)
 
 
 def _first_of(
