@@ -251,10 +251,7 @@ def to_share(
     time if keys are touched evenly, so that what is moved out of a file that goes anyway is in the
     store twice for nothing. So bases are left alone until all files of them (with their footers)
     are more than one and a half times what is in use; then the emptiest files are cleaned, as few
-    as it takes. Over 1,000 epochs that touch 1 % of 20,000 keys in 128 or 16 key groups, evenly or
-    nine tenths of them in a tenth of the groups, at most 2.2 to 2.4 full checkpoints are retained
-    so. Cleaning each file of which less than three quarters are in use retains 2.4 to 2.7, and
-    writes 1.4 to 1.7 times the bytes in all.
+    as it takes. (`benchmarks/compaction.py --groups 128` prints what is retained and written so.)
 
     Args:
         operators: Of the next manifest, with the new sidecars in it.
