@@ -24,6 +24,7 @@ from beam_ckpt.errors import (
     NoValidCheckpointError,
     PipelineRefusedError,
     StateIncompatibleError,
+    UnsupportedFormatError,
 )
 from beam_ckpt.manifest import CheckpointManifest, OperatorSpec
 from beam_ckpt.recovery import RecoveryReport
@@ -90,6 +91,8 @@ def plan_restore(
         NoValidCheckpointError: There are checkpoints and none is valid.
         FallbackRefusedError: The newest is damaged, an older one is valid, and `until` is given.
         CheckpointNotFoundError: No checkpoint of that id or tag.
+        UnsupportedFormatError: A newer version of this library wrote a newer checkpoint: that is no
+            damage.
         InvalidCheckpointError: The checkpoint of that id or tag is not valid.
         PipelineRefusedError: `restore` is none of these.
     """
@@ -106,6 +109,7 @@ def plan_restore(
         return RestorePlan(_by_id(store, _tagged(store, restore)))
     report = store.recover_latest_validated()
     damaged = [skipped for skipped in report.skipped if skipped.phase == "invalid"]
+    _refuse_newer_formats(store, report, damaged)
     if report.chosen is None:
         if damaged:
             raise NoValidCheckpointError(
@@ -122,6 +126,23 @@ def plan_restore(
     if streaming and restore == "latest" and chosen.drained:
         chosen = _before_the_drain(store, chosen)
     return RestorePlan(chosen, len(damaged))
+
+
+def _refuse_newer_formats(
+    store: CheckpointStore, report: RecoveryReport, passed_over: list[Any]
+) -> None:
+    """Refuses to pass over what a newer version of this library can read."""
+    for skipped in passed_over:
+        try:
+            if store.final_marker(skipped.id) is not None:
+                store.load_by_id(skipped.id)
+        except UnsupportedFormatError as error:
+            way_out = f"give {report.chosen_id}" if report.chosen_id else "give 'fresh'"
+            raise UnsupportedFormatError(
+                f"{error}; or, to go back behind it, {way_out} as `restore`"
+            ) from error
+        except InvalidCheckpointError:
+            pass
 
 
 def _before_the_drain(store: CheckpointStore, newest: CheckpointManifest) -> CheckpointManifest:

@@ -53,6 +53,7 @@ from beam_ckpt.errors import (
     IndeterminateError,
     InvalidCheckpointError,
     NoValidCheckpointError,
+    UnsupportedFormatError,
 )
 from beam_ckpt.keygroups import check_key_group_count
 from beam_ckpt.manifest import (
@@ -299,7 +300,16 @@ class BlobCheckpointStore(CheckpointStore):
         found = self._get(key, MAX_MANIFEST_BYTES)
         if found is None:
             return None
-        manifest = CheckpointManifest.from_bytes(found[0], where=self._where(key))
+        try:
+            manifest = CheckpointManifest.from_bytes(found[0], where=self._where(key))
+        except UnsupportedFormatError as e:
+            marker = self._witness(id)
+            if isinstance(marker, FinalMarker) and marker.manifest_sha256 != sha256_hex(found[0]):
+                raise InvalidCheckpointError(
+                    f"{self._where(key)} is invalid: it is not what its .final marker seals ({e}). "
+                    "It was changed: copy it back from where it is whole"
+                ) from None
+            raise
         issues = binding_issues(
             manifest,
             id=id,

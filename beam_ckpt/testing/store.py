@@ -1838,13 +1838,16 @@ class BlobStoreSuite(StoreSuite):
         assert what.casefold() in str(caught.value).casefold()
 
     def test_an_unknown_format_version_is_named(self, store: BlobCheckpointStore) -> None:
-        """Row 79: it is not damage, and the way out is another."""
+        """Row 79: it is not damage, and the way out is another; unless another one was sealed."""
         commit(store, 1)
-        key = "manifests/000000000001.json"
-        future = self.json_of(store, 1).replace(b'"version":2', b'"version":4')
-        self.damage(store, key, future)
-        with pytest.raises(UnsupportedFormatError, match="version 4; this beam_ckpt reads"):
+        commit(store, 2, finalized=False)
+        for id in (1, 2):
+            future = self.json_of(store, id).replace(b'"version":2', b'"version":4')
+            self.damage(store, f"manifests/{id:012d}.json", future)
+        with pytest.raises(InvalidCheckpointError, match=r"not what its \.final marker seals"):
             store.load_by_id(1)
+        with pytest.raises(UnsupportedFormatError, match="version 4; this beam_ckpt reads"):
+            store.load_by_id(2)
         record = store.blobs.get("namespace.json")[0].replace(b'"format":2', b'"format":9')
         self.damage(store, "namespace.json", record)
         with pytest.raises(UnsupportedFormatError, match=r"namespace.json is of format version 9"):

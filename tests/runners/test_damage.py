@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import stat
 from collections.abc import Callable
@@ -58,12 +59,25 @@ def packed_manifest(tree: Path, checkpoint_id: int) -> Path:
     """The manifest, as gzip as if it were a large one, and sealed like that."""
     path = manifest(tree, checkpoint_id)
     path.write_bytes(gzip.compress(path.read_bytes()))
+    seal_anew(tree, path)
+    assert open_store(tree).recover_latest_validated().chosen_id == checkpoint_id
+    return path
+
+
+def of_a_newer_format(tree: Path, checkpoint_id: int) -> Path:
+    path = manifest(tree, checkpoint_id)
+    data, count = re.subn(rb'"version":[23]', b'"version":9', path.read_bytes())
+    assert count == 1
+    path.write_bytes(data)
+    return path
+
+
+def seal_anew(tree: Path, path: Path) -> None:
+    """What names the bytes of the newest manifest names those that it has now."""
     for sealing in (path.with_suffix(".final"), tree / "latest.json"):
         sealed = json.loads(sealing.read_bytes())
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         sealing.write_text(json.dumps(sealed | {"manifest_sha256": digest}))
-    assert open_store(tree).recover_latest_validated().chosen_id == checkpoint_id
-    return path
 
 
 def sidecar(tree: Path, cut: int) -> Path:
@@ -201,6 +215,27 @@ def test_when_all_checkpoints_are_damaged_the_run_stops_with_the_report(tree):
     # The author's word starts it afresh, and takes no id twice.
     run(open_store(tree), restore="fresh")
     assert open_store(tree).load_latest().id == 4
+
+
+@pytest.mark.parametrize("until", [None, 280])
+def test_what_a_newer_version_wrote_is_not_passed_over_as_damage(tree, until):
+    """By an older version, after a way back: it would go on from behind, and prune the rest."""
+    seal_anew(tree, of_a_newer_format(tree, 3))
+    for on_fallback in ("refuse", "accept"):
+        with pytest.raises(errors.UnsupportedFormatError, match="Upgrade beam_ckpt") as refused:
+            run(open_store(tree), until=until, on_fallback=on_fallback)
+    assert "to go back behind it, give 2 as `restore`" in str(refused.value)
+    assert open_store(tree).list_ids() == [1, 2, 3]
+    done = run(open_store(tree), restore=2)
+    before = run_event_loop(FN, DATA, until=CUTS[1])
+    assert canonical(before.outputs + done.outputs) == canonical(run_event_loop(FN, DATA).outputs)
+
+
+def test_a_version_that_is_not_the_sealed_one_is_damage(tree):
+    of_a_newer_format(tree, 3)
+    with pytest.raises(errors.InvalidCheckpointError, match=r"not what its \.final marker seals"):
+        open_store(tree).load_by_id(3)
+    assert run(open_store(tree)).metrics["checkpoints_passed_over_at_restore"] == 1
 
 
 def test_a_checkpoint_asked_for_by_id_has_to_be_there_and_valid(tree):
