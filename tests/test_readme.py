@@ -54,12 +54,12 @@ def test_saved_state_is_a_pcollection(printed: str) -> None:
 def test_duckdb_reads_the_sidecars_as_typed_columns(printed: str) -> None:
     """The glob shows the rows of both checkpoints, `inspect` those of the newest one.
 
-    (bob's has moved into a file with those that are new.)
+    (Those of ada and bob have moved into a file with what is new.)
     """
     glob, merged = printed.split("key", 2)[1:]
     row = re.compile(r"(ada|bob|eve) +│ +(\d)")
     assert sorted(row.findall(glob)) == [
-        ("ada", "3"), ("ada", "7"), ("bob", "5"), ("bob", "5"), ("eve", "1"),
+        ("ada", "3"), ("ada", "3"), ("ada", "7"), ("bob", "5"), ("bob", "5"), ("eve", "1"),
     ]  # fmt: skip
     assert "int64" in glob
     assert "varchar" in glob
