@@ -10,6 +10,7 @@ added, and the peak memory of the Python process (a JVM's is not in it).
     python benchmarks/peers.py                                          200,000 events, 20,000 keys
     python benchmarks/peers.py --events 1000000 --keys 100000 --repeat 3
     python benchmarks/peers.py ours bytewax
+    python benchmarks/peers.py ours pyspark --bytes --events 1000000 --keys 100000
 
 Ours is on FnApiRunner, with the three cells an author would write. Bytewax snapshots when an epoch
 ends, by wall time: for ten, a tenth of what its run without took. PySpark (with a JVM) counts as a
@@ -319,9 +320,9 @@ def run(
     return {**taken, "written": (bytes_below(state) if state.exists() else 0) - before}
 
 
-def measure(engine: Engine, keys: int, total: int, repeat: int) -> list[str]:
+def measure(engine: Engine, keys: int, total: int, repeat: int, bytes_only: bool) -> list[str]:
     """The lines of one engine, alternating between no checkpoints, ten and one."""
-    runs: dict[int, list[dict[str, float]]] = {0: [], 10: [], 1: []}
+    runs: dict[int, list[dict[str, float]]] = {n: [] for n in ([1] if bytes_only else [0, 10, 1])}
     touched: dict[str, float] = {}
     without = 1.0
     for _ in range(repeat):
@@ -333,15 +334,18 @@ def measure(engine: Engine, keys: int, total: int, repeat: int) -> list[str]:
                     # Consecutive events have keys of their own.
                     few = max(keys // 100, 1)
                     touched = run(engine, keys, total, total + few, 1, folder, without)
-            without = statistics.median(r["seconds"] for r in runs[0])
-    plain, ten, one = (statistics.median(r["seconds"] for r in runs[n]) for n in runs)
+            if not bytes_only:
+                without = statistics.median(r["seconds"] for r in runs[0])
+    seconds = {n: statistics.median(r["seconds"] for r in runs[n]) for n in runs}
     peaks = [statistics.median(r["peak"] for r in runs[n]) / 1e6 for n in runs]
+    times = ["", "", f"{seconds[1]:.1f}"]
+    if not bytes_only:
+        plain, ten, one = seconds.values()
+        times = [f"{plain:.1f}", *(f"{taken:.1f}  {taken / plain:.2f}x" for taken in (ten, one))]
     return [
         engine,
         version(PACKAGES[engine]),
-        f"{plain:.1f}",
-        f"{ten:.1f}  {ten / plain:.2f}x",
-        f"{one:.1f}  {one / plain:.2f}x",
+        *times,
         f"{runs[1][-1]['written'] / 1e3:,.0f}",
         f"{touched['written'] / 1e3:,.1f}",
         " / ".join(f"{peak:.0f}" for peak in peaks),
@@ -353,6 +357,9 @@ def main(
     total: Annotated[int, typer.Option("--events")] = 200_000,
     keys: Annotated[int, typer.Option()] = 20_000,
     repeat: Annotated[int, typer.Option(help="Runs of each, alternating.", min=1)] = 1,
+    bytes_only: Annotated[
+        bool, typer.Option("--bytes", help="Only what the checkpoints write: no run without any.")
+    ] = False,
     given: Annotated[str, typer.Option("--child", hidden=True)] = "",
 ) -> None:
     """Measures the engines that are installed."""
@@ -370,7 +377,7 @@ def main(
         if importlib.util.find_spec(package.replace("-", "_")) is None:
             console.print(f"left out: {engine} is not installed (pip install {package})")
             continue
-        table.add_row(*measure(engine, keys, total, repeat))
+        table.add_row(*measure(engine, keys, total, repeat, bytes_only))
         console.print(f"measured: {engine}", style="dim")
     console.print(table)
 
