@@ -269,6 +269,7 @@ class WriteSidecarsFn(ClockedDoFn):
             weigh = functools.partial(self._weight, self._pages_shared(uid, chain))
             keeps = files_to_keep(chain, size, self._max_files, weigh, pages.appended(size))
             files = iter([delta]) if not rest and keeps == len(chain) else None
+            del delta  # It may be large, and is not to be there while another file is made.
         kind: Literal["full", "delta"] = "delta" if keeps else "full"
         if files is None:
             pages = self._pages(uid, key_group, boundary, records, chain, keeps)
