@@ -401,7 +401,7 @@ def publish(written: Path, name: Path) -> None:
 # --- child processes, and how they die --------------------------------------------------------
 
 STEPS = {
-    "before its third sidecar": Fault("put", "state/*", nth=3, when="before"),
+    "before its first sidecar": Fault("put", "state/*", when="before"),
     "after its manifest": Fault("put_if_absent", "manifests/*.json", when="after"),
     "after its first sidecar": Fault("put", "state/*", when="after"),
     "before its manifest": Fault("put_if_absent", "manifests/*.json", when="before"),
