@@ -142,7 +142,7 @@ def _refuse_newer_formats(
                 f"{error}; or, to go back behind it, {way_out} as `restore`"
             ) from error
         except InvalidCheckpointError:
-            pass
+            pass  # damaged, for which it is passed over
 
 
 def _before_the_drain(store: CheckpointStore, newest: CheckpointManifest) -> CheckpointManifest:

@@ -264,9 +264,10 @@ class WriteSidecarsFn(ClockedDoFn):
             files = self._encode(uid, key_group, boundary, pages, kind="delta")
             delta, rest = next(files), sum(len(data) for data, _ in files)
             size = len(delta[0]) + rest
+            shared_pages = self._pages_shared(uid, chain)
             if not rest and self._is_shared("delta", size):
-                size = _bytes_of_rows(delta[0], self._pages_shared(uid, chain))
-            weigh = functools.partial(self._weight, self._pages_shared(uid, chain))
+                size = _bytes_of_rows(delta[0], shared_pages)
+            weigh = functools.partial(self._weight, shared_pages)
             keeps = files_to_keep(chain, size, self._max_files, weigh, pages.appended(size))
             files = iter([delta]) if not rest and keeps == len(chain) else None
             del delta  # It may be large, and is not to be there while another file is made.

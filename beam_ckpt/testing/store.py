@@ -60,6 +60,7 @@ from beam_ckpt.manifest import (
     sha256_hex,
     unpacked,
 )
+from beam_ckpt.recovery import SkippedCheckpoint
 from beam_ckpt.retention import KeepFor, KeepLast
 from beam_ckpt.store import CheckpointStore, StateChunk, copy
 from beam_ckpt.store._blobstore import BlobCheckpointStore
@@ -1197,6 +1198,18 @@ class BlobStoreSuite(StoreSuite):
         """The JSON of a manifest, stored as it is or as gzip."""
         return unpacked(store.blobs.get(f"manifests/{id:012d}.json")[0], where="it")
 
+    def passed_over(
+        self, store: BlobCheckpointStore, first: CheckpointManifest
+    ) -> SkippedCheckpoint:
+        """Checks that of two checkpoints the second counts as damaged; returns what is said."""
+        with pytest.raises(InvalidCheckpointError):
+            store.prune_before(100)
+        assert store.list_ids() == [1, 2]
+        assert store.validate_checkpoint(2).issues[0].startswith("corrupt manifest: ")
+        report = store.recover_latest_validated()
+        assert (report.chosen, report.skipped[0].phase) == (first, "invalid")
+        return report.skipped[0]
+
     def keys(self, store: BlobCheckpointStore) -> list[str]:
         """All objects of a store."""
         return [meta.key for meta in store.blobs.list("")]
@@ -1672,12 +1685,7 @@ class BlobStoreSuite(StoreSuite):
                 act()
             assert key in str(caught.value)
             assert what in str(caught.value)
-        with pytest.raises(InvalidCheckpointError):
-            store.prune_before(100)
-        assert store.list_ids() == [1, 2]
-        assert store.validate_checkpoint(2).issues[0].startswith("corrupt manifest: ")
-        report = store.recover_latest_validated()
-        assert (report.chosen, report.skipped[0].phase) == (first, "invalid")
+        self.passed_over(store, first)
 
     @pytest.mark.parametrize("part", range(16))
     def test_one_flipped_bit_in_a_large_manifest_never_passes(
@@ -1824,13 +1832,8 @@ class BlobStoreSuite(StoreSuite):
                 act()
             assert key in str(caught.value)
             assert what.casefold() in str(caught.value).casefold()
-        with pytest.raises(InvalidCheckpointError):
-            store.prune_before(100)
-        assert store.list_ids() == [1, 2]
-        assert store.validate_checkpoint(2).issues[0].startswith("corrupt manifest: ")
-        report = store.recover_latest_validated()
-        assert (report.chosen, report.skipped[0].phase) == (first, "invalid")
-        assert report.skipped[0].boundary is None  # as its marker says
+        skipped = self.passed_over(store, first)
+        assert skipped.boundary is None  # as its marker says
         assert time.monotonic() - began < 2
         self.damage(store, key, gzip.compress(hostile))
         with pytest.raises(InvalidCheckpointError) as caught:
